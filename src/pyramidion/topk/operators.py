@@ -104,7 +104,7 @@ def straight_through_topk(
 
 @dataclass(frozen=True, eq=False)
 class _StraightThrough(Selection):
-    """A hard Selection whose pooling has the gradient of `soft`. What `then` composes is the hard one: what was kept."""
+    """A hard Selection whose pooling has the gradient of `soft`. `then` composes the hard one: what was kept."""
 
     soft: Selection | None = None
 

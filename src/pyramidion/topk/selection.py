@@ -50,7 +50,7 @@ class Selection:
         Sums in at least float32 and returns the dtype of x. Differentiable in x and in the weights.
         """
         self._check(x, self.slots.shape, "[b n ...]")
-        flat = x.flatten(2) if x.ndim > 2 else x.unsqueeze(-1)  # [b n d]
+        flat = x if x.ndim == 3 else x.reshape(*self.slots.shape, -1)  # [b n d]
         members = invert(self.slots, self.k) if self.members is None else self.members
         if backends.resolve(backend, x) == "triton":
             from pyramidion.topk import fused
@@ -58,12 +58,12 @@ class Selection:
             pooled = fused.pool(flat, self.slots, self.weights, members)
         else:
             pooled = _pool(flat, self.slots, self.weights, members)
-        return pooled.view(x.shape[0], self.k, *x.shape[2:])
+        return pooled if x.ndim == 3 else pooled.view(x.shape[0], self.k, *x.shape[2:])
 
     def unpool(self, y: Tensor) -> Tensor:
         """Send y [b k ...] back: each input gets its slot's vector, unweighted, a dropped one zeros: [b n ...]."""
         self._check(y, self.mask.shape, "[b k ...]")
-        flat = y.flatten(2) if y.ndim > 2 else y.unsqueeze(-1)  # [b k d]
+        flat = y.reshape(*self.mask.shape, -1)  # [b k d]
         index = self.slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, flat.shape[-1])
         spread = flat.gather(1, index).masked_fill((self.slots < 0).unsqueeze(-1), 0)
         return spread.view(y.shape[0], self.n, *y.shape[2:])
