@@ -131,8 +131,11 @@ def captured(fn: Callable[[], object], *, device: str | torch.device) -> Callabl
     """
     if torch.device(device).type != "cuda":
         return None
-    graph = torch.cuda.CUDAGraph()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     try:
+        with torch.cuda.stream(side):  # as torch asks: warm up where nothing else runs
+            fn()
+        torch.cuda.synchronize(device)
         with torch.cuda.graph(graph):
             result = fn()
     except RuntimeError:  # it waits for the device, or draws from a generator that cannot be captured

@@ -217,7 +217,7 @@ def default_settings(device: str = "auto", *, quick: bool = False, **given: Any)
     gpu = torch.cuda.is_available() and device != "cpu"
     defaults: dict[str, Any] = {"device": "cuda" if gpu else "cpu"}
     if gpu:
-        defaults |= {"batch": 16, "sizes": GPU_SIZES, "min_time": 0.1}
+        defaults |= {"batch": 16, "sizes": GPU_SIZES, "min_time": 0.1, "budget": 0.25}
     if quick:
         defaults |= {"batch": 2, "width": 32, "sizes": QUICK_SIZES, "min_time": 0.005, "growth": (256, 512, 1024)}
         defaults["budget"] = 0.5
@@ -323,10 +323,12 @@ def _misfit(name: str, method: Method, inputs: Inputs, settings: Settings, rows:
 def _probe(method: Method, inputs: Inputs, settings: Settings) -> float:
     """Return the seconds of one call, forward and backward.
 
-    A first call may only be compiling a kernel, so over budget a second one decides, unless the first was hopeless.
+    A first call may only be compiling a kernel, so over budget a second one decides, unless on a CPU, where nothing is
+    compiled, the first was hopeless.
     """
     seconds = _seconds(lambda: _both(method, inputs), settings.device)
-    if settings.budget < seconds < 4 * settings.budget:
+    hopeless = 4 * settings.budget if torch.device(settings.device).type == "cpu" else math.inf
+    if settings.budget < seconds < hopeless:
         seconds = _seconds(lambda: _both(method, inputs), settings.device)
     return seconds
 

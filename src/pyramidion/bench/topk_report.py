@@ -66,8 +66,8 @@ def _sections(result: Result, figures: list[Path]) -> Iterator[str]:
         f"{_setting(result).capitalize()}; scores U[0, 1], vectors U[-1, 1], the same for every method; medians. "
         f"Copy bandwidth in the same run: {result['copy_bandwidth'] / 1e9:.3g} GB/s. "
         f"nCCS is the likeness to the true top k, 1 at best. Extra memory is the peak beyond inputs, outputs and "
-        f'gradients. "Kernels alone" are replayed from a CUDA graph, without the host between them. Quartiles and counts '
-        f"are in the JSON file."
+        f'gradients. "Kernels alone" are replayed from a CUDA graph, without the host between them. '
+        f"Quartiles and counts are in the JSON file."
     )
     yield "\n".join(f"![{path.stem.rpartition('_')[2]}]({path.name})" for path in figures)
     for size, rows in _by_size(result):

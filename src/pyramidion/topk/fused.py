@@ -31,6 +31,9 @@ GROUP = 4  # sorted runs merged at a time
 TILE = 16  # candidates compared with a block in one go
 WARPS = 2  # a program
 CROWD = 8  # programs a multiprocessor
+# Arguments of the kernels that vary from call to call: no value of theirs is worth compiling for.
+SIZES = ["n", "k", "leaves", "rounds", "length", "room", "programs", "first_step", "last_step"]
+SIZES += ["temperature_bits", "base_bits"]
 LEAVES = 4096  # the deepest tree a program of `play_backward` holds in registers
 
 
@@ -271,7 +274,7 @@ def wait(counter, target):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def play(
     scores, mask, doubles, ints, counters, slots, weights, members, blended,
     n, k, rounds, length, room, programs, first_step, last_step, temperature_bits, base_bits,
@@ -403,7 +406,7 @@ def climb(score, value, temperature, base, LEVELS: tl.constexpr, SHARP: tl.const
     return score, value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def play_backward(
     grad_weights, grad_blended, scores, members, grad_scores, n, k, temperature_bits, base_bits,
     ROUNDS: tl.constexpr, SHARP: tl.constexpr, SLOTS: tl.constexpr,
@@ -516,7 +519,7 @@ def _rename(front: Selection, order: Tensor) -> Selection:
 # ------------------------------------------------------------------------------------------------------- the pooling
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def pool_forward(
     x, weights, members, out, n, k, d, leaves, BLOCK: tl.constexpr, UNROLL: tl.constexpr
 ):  # fmt: skip
@@ -534,7 +537,7 @@ def pool_forward(
     tl.store(out + (row * k + slot) * d + column, total.to(out.dtype.element_ty), mask=column < d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def pool_backward(
     grad, x, slots, weights, grad_x, grad_weights, n, k, d, BLOCK: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
