@@ -52,7 +52,7 @@ def compare(scores: Tensor, x: Tensor, k: int, **options: object) -> None:
         assert fused[name].dtype == plain[name].dtype, name
         error, allowed = ((found[name].double() - want).norm() for found in (fused, plain))
         rounding = want.norm() * torch.finfo(plain[name].dtype).eps
-        assert error <= 2 * allowed + rounding / 8, f"{name}: {error:.2e} against {allowed:.2e}"
+        assert error <= 2 * allowed + rounding / 2, f"{name}: {error:.2e} against {allowed:.2e}"
 
 
 @pytest.mark.parametrize("options", [{}, {"base": 20.0}, {"sort": False}, {"temperature": 0.1}])

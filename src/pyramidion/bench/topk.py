@@ -6,6 +6,7 @@ that cannot be measured at a size is recorded as skipped, with the reason.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -290,19 +291,27 @@ def _prime(names: Iterable[str], settings: Settings) -> None:
 
 def measure_method(name: str, inputs: Inputs, settings: Settings, rows: Sequence[Row] = ()) -> Row:
     """Measure one method at one size, or say why not; `rows` are the earlier ones of the run."""
-    method, n, k = METHODS[name], inputs.scores.shape[1], inputs.k
-    reason = _misfit(name, method, inputs, settings, rows)
-    if reason is None:
-        try:
-            seconds = _probe(method, inputs, settings)
-            if seconds <= settings.budget:
-                return _measured(name, method, inputs, settings, slow=seconds > settings.min_time)
-            reason = f"{SLOW} {seconds:.2g} s, the budget is {settings.budget:g} s"
-        except torch.OutOfMemoryError:
-            reason = "out of memory"
-    if torch.device(settings.device).type == "cuda":
+    n, k = inputs.scores.shape[1], inputs.k
+    try:
+        measured = _try(name, inputs, settings, rows)
+    except torch.OutOfMemoryError:
+        measured = "out of memory"
+    if torch.device(settings.device).type == "cuda":  # a captured graph's memory serves no other method
+        gc.collect()
         torch.cuda.empty_cache()
-    return Row(name, n, k, skipped=reason)
+    return measured if isinstance(measured, Row) else Row(name, n, k, skipped=measured)
+
+
+def _try(name: str, inputs: Inputs, settings: Settings, rows: Sequence[Row]) -> Row | str:
+    """Measure a method, or return the reason why not."""
+    method = METHODS[name]
+    reason = _misfit(name, method, inputs, settings, rows)
+    if reason is not None:
+        return reason
+    seconds = _probe(method, inputs, settings)
+    if seconds > settings.budget:
+        return f"{SLOW} {seconds:.2g} s, the budget is {settings.budget:g} s"
+    return _measured(name, method, inputs, settings, slow=seconds > settings.min_time)
 
 
 def _misfit(name: str, method: Method, inputs: Inputs, settings: Settings, rows: Iterable[Row]) -> str | None:

@@ -376,7 +376,8 @@ def _play(
     waits = not backends.interpreted()
     steps = [(0, 1 << 30)] if waits else [(step, step + 1) for step in range(_count_steps(rounds, k, sort))]
     for first, last in steps:
-        play[(b * programs,)](
+        _launch(
+            play, (b * programs,),
             scores, scores if mask is None else mask.contiguous().view(torch.uint8), doubles, ints, counters,
             slots, weights, members, blended, n, k, rounds, length, room, programs, first, last,
             _bits(temperature), _bits(math.log(base) if base else 1.0),
@@ -447,7 +448,8 @@ def _play_backward(
     b, k, leaves = members.shape
     grad_scores = torch.zeros_like(scores)
     slots = max(1, 512 // leaves)
-    play_backward[(triton.cdiv(k, slots), b)](
+    _launch(
+        play_backward, (triton.cdiv(k, slots), b),
         grad_weights, grad_blended, scores, members, grad_scores, scores.shape[1], k,
         _bits(temperature), _bits(math.log(base) if base else 1.0),
         ROUNDS=leaves.bit_length() - 1, SHARP=base > 0, SLOTS=slots, num_warps=4 if leaves <= 512 else 8,
@@ -487,6 +489,15 @@ def _count_steps(rounds: int, k: int, sort: bool) -> int:
         while sort and run < k << (rounds - t):
             run, steps = run * GROUP, steps + 1
     return steps
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch on the device of the first argument: Triton takes the current one, which another GPU may be."""
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            kernel[grid](first, *arguments, **options)
+    else:
+        kernel[grid](first, *arguments, **options)
 
 
 @functools.cache
@@ -566,7 +577,8 @@ def _pool_forward(x: Tensor, slots: Tensor, weights: Tensor, members: Tensor) ->
     k, leaves = members.shape[1:]
     out = x.new_empty(b, k, d)
     block = min(1024, triton.next_power_of_2(d))
-    pool_forward[(k, b, triton.cdiv(d, block))](
+    _launch(
+        pool_forward, (k, b, triton.cdiv(d, block)),
         x.contiguous(), weights.contiguous(), members.contiguous(), out, n, k, d, leaves,
         BLOCK=block, UNROLL=min(8, triton.next_power_of_2(leaves)), num_warps=_warps(block, x),
     )  # fmt: skip
@@ -577,7 +589,8 @@ def _pool_backward(grad: Tensor, x: Tensor, slots: Tensor, weights: Tensor) -> t
     b, n, d = x.shape
     grad_x, grad_weights = x.new_empty(b, n, d), weights.new_empty(b, n)
     block, tokens = min(1024, triton.next_power_of_2(d)), 4
-    pool_backward[(triton.cdiv(n, tokens), b)](
+    _launch(
+        pool_backward, (triton.cdiv(n, tokens), b),
         grad, x.contiguous(), slots.contiguous(), weights.contiguous(), grad_x, grad_weights, n, grad.shape[1], d,
         BLOCK=block, TOKENS=tokens, num_warps=_warps(block, x),
     )  # fmt: skip
