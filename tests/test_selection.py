@@ -120,6 +120,15 @@ def test_pool_sums_in_single_precision_at_least(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x.grad, chosen.weights[..., None].expand_as(x).to(dtype))
 
 
+def test_a_second_derivative_is_refused() -> None:
+    chosen, x = some(11, 3)["soft"], torch.randn(3, 11, 2).double().requires_grad_()
+    weights = chosen.weights.clone().requires_grad_()
+    learned = Selection(chosen.slots, weights, chosen.mask, chosen.scores, chosen.winners, chosen.members)
+    (grad,) = torch.autograd.grad(learned.pool(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_an_empty_batch_is_no_error() -> None:
     chosen = soft_topk(torch.rand(0, 7), 3)
     assert chosen.pool(torch.rand(0, 7, 2)).shape == (0, 3, 2)

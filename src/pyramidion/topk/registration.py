@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Operator:
@@ -49,6 +50,7 @@ class Operator:
                 return output
 
             @staticmethod
+            @once_differentiable  # a second derivative is refused, not silently zero
             def backward(ctx: Any, *grads: Any) -> Any:
                 return grad(ctx, backward.run, *grads)
 
