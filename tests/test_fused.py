@@ -77,6 +77,7 @@ def test_kernels_with_masks(n: int, k: int, sort: bool) -> None:
 def test_kernels_break_ties_alike() -> None:
     compare(torch.randint(0, 3, (2, 53), device=DEVICE).float(), torch.randn(2, 53, 3, device=DEVICE), 5)
     compare(torch.zeros(1, 40, device=DEVICE), torch.randn(1, 40, 3, device=DEVICE), 3)
+    compare(torch.randint(0, 3, (2, 23), device=DEVICE).float(), torch.randn(2, 23, 3, device=DEVICE), 3, sort=False)
     compare(-torch.randint(0, 2, (1, 40), device=DEVICE).float(), torch.randn(1, 40, 3, device=DEVICE), 3)  # -0.0 too
 
 
