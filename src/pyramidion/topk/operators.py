@@ -102,7 +102,7 @@ def straight_through_topk(
     return _StraightThrough(hard.slots, hard.weights, hard.mask, hard.scores, hard.winners, hard.members, soft)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _StraightThrough(Selection):
     """A hard Selection whose pooling has the gradient of `soft`. `then` composes the hard one: what was kept."""
 

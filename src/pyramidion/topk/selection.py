@@ -12,7 +12,7 @@ from pyramidion.topk import backends
 from pyramidion.topk.registration import Operator
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Selection:
     """Hold where each of n inputs went, and pool anything by it.
 
@@ -33,6 +33,9 @@ class Selection:
     scores: Tensor
     winners: Tensor
     members: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Selection(b={self.slots.shape[0]}, n={self.n}, k={self.k})"
 
     @property
     def n(self) -> int:
@@ -129,44 +132,41 @@ def invert(slots: Tensor, k: int) -> Tensor:
     return table[:, :k]
 
 
-# One weighted segment sum and its two gathers. Nothing of the size of x is kept but x, and backward walks over x in
-# tiles that stay in the cache.
+# One weighted segment sum and its two gathers, all documents laid end to end. Nothing of the size of x is kept but x.
 
-TILE = 512  # inputs a step of the backward pass
+TILE = 512  # inputs a step of the backward pass on a CPU, so that they stay in its cache
 
 
 def _weigh(x: Tensor, slots: Tensor, weights: Tensor, members: Tensor) -> Tensor:
-    b, _, d = x.shape
+    b, n, d = x.shape
     k, m = members.shape[1:]
-    wide = torch.promote_types(x.dtype, torch.float32)
     hole = members < 0
     inside = torch.where(hole, members[..., :1].clamp(min=0), members)  # a hole reads its slot's first member, times 0
-    share = weights.gather(1, inside.view(b, k * m)).view(b, k, m).masked_fill(hole, 0).to(wide)
-    out = x.new_empty(b, k, d)
-    for document in range(b):
-        table = x[document].to(wide).contiguous()
-        out[document] = F.embedding_bag(inside[document], table, per_sample_weights=share[document], mode="sum")
-    return out.masked_fill_(hole.all(-1, keepdim=True), 0)
+    share = weights.gather(1, inside.view(b, k * m)).view(b, k, m).masked_fill(hole, 0)
+    row = (inside + n * torch.arange(b, device=x.device).view(b, 1, 1)).view(b * k, m)
+    table = x.reshape(b * n, d).to(torch.promote_types(x.dtype, torch.float32))
+    pooled = F.embedding_bag(row, table, per_sample_weights=share.view(b * k, m).to(table.dtype), mode="sum")
+    return pooled.view(b, k, d).masked_fill_(hole.all(-1, keepdim=True), 0).to(x.dtype)
 
 
 def _weigh_backward(grad: Tensor, x: Tensor, slots: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     b, n, d = x.shape
+    k = grad.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    share, slot = weights.masked_fill(slots < 0, 0).to(wide).unsqueeze(-1), slots.clamp(min=0)
-    grad_x, grad_weights = x.new_empty(b, n, d), weights.new_empty(b, n)
-    room, product = x.new_empty(2, min(n, TILE), d, dtype=wide)
-    for document in range(b):
-        source = grad[document].to(wide)
-        for i in range(0, n, TILE):
-            tile = slice(i, min(i + TILE, n))
-            arriving = (
-                grad_x[document, tile] if wide == x.dtype else room[: tile.stop - i]
-            )  # [tile d], in place if it can
-            torch.index_select(source, 0, slot[document, tile], out=arriving)
-            along = torch.mul(arriving, x[document, tile], out=product[: tile.stop - i])
-            grad_weights[document, tile] = along.sum(-1)
-            torch.mul(arriving, share[document, tile], out=grad_x[document, tile])
-    return grad_x, grad_weights.masked_fill_(slots < 0, 0)
+    source, given = grad.reshape(b * k, d).to(wide), x.reshape(b * n, d)
+    row = (slots.clamp(min=0) + k * torch.arange(b, device=x.device).unsqueeze(1)).flatten()
+    share = weights.masked_fill(slots < 0, 0).to(wide).view(b * n, 1)
+    grad_x, grad_weights = x.new_empty(b * n, d), weights.new_empty(b * n)
+    step = max(1, min(TILE if x.device.type == "cpu" else b * n, b * n))
+    room, product = x.new_empty(2, step, d, dtype=wide)
+    for start in range(0, b * n, step):
+        tile = slice(start, min(start + step, b * n))
+        size = tile.stop - start
+        arriving = grad_x[tile] if wide == x.dtype else room[:size]  # [tile d], in place where it can be
+        torch.index_select(source, 0, row[tile], out=arriving)
+        grad_weights[tile] = torch.mul(arriving, given[tile], out=product[:size]).sum(-1)
+        torch.mul(arriving, share[tile], out=grad_x[tile])
+    return grad_x.view(b, n, d), grad_weights.view(b, n).masked_fill_(slots < 0, 0)
 
 
 def pool_fake(x: Tensor, slots: Tensor, weights: Tensor, members: Tensor) -> Tensor:
