@@ -266,6 +266,9 @@ def test_where_nobody_looks_a_bad_score_shows() -> None:
     code = torch.compile(lambda s: soft_topk(s, 3), fullgraph=True, backend="eager")
     weights = code(scores).weights
     assert weights.isnan().nonzero().tolist() == [[0, 3], [1, 4]]
+    scores[1, 4] = -torch.inf
+    weights = torch.compile(lambda s: hard_topk(s, 1), fullgraph=True, backend="eager")(scores).weights
+    assert weights.isnan().nonzero().tolist() == [[0, 3], [1, 4]]
 
 
 BAD = [

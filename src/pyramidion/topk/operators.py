@@ -50,7 +50,7 @@ def soft_topk(
         raise ValueError(f"`temperature` must be a positive number, got {temperature!r}.")
     if base is not None and not (isinstance(base, int | float) and 1 < base < math.inf):
         raise ValueError(f"`base` must be a number above 1, so that a better score weighs more, got {base!r}.")
-    if base is not None and _looks(scores):
+    if base is not None and scores.shape[0] and _looks(scores):
         top = float(scores.detach().amax() if mask is None else scores.detach().where(mask, -torch.inf).amax())
         if top * math.log(base) > 700:
             raise ValueError(f"`base ** scores` must stay finite, got {base} ** {top}.")
@@ -68,7 +68,9 @@ def hard_topk(scores: Tensor, k: int, *, mask: Tensor | None = None) -> Selectio
     b, n = scores.shape
     score = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
     usable = torch.isfinite(score)
-    key = score.where(usable, 0) if mask is None else score.where(usable, 0).masked_fill(~mask, -torch.inf)
+    key = score.where(usable, torch.inf)  # what should have been refused is kept, and shows
+    if mask is not None:
+        key = key.masked_fill(~mask, -torch.inf)
     best = key.argsort(dim=1, descending=True, stable=True)[:, :k]
     kept = torch.zeros_like(usable).scatter(1, best, True)
     if mask is not None:
