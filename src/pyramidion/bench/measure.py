@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
@@ -131,21 +132,24 @@ def captured(fn: Callable[[], object], *, device: str | torch.device) -> Callabl
     """
     if torch.device(device).type != "cuda":
         return None
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    try:
-        with torch.cuda.stream(side):  # as torch asks: warm up where nothing else runs
-            fn()
-        torch.cuda.synchronize(device)
-        with torch.cuda.graph(graph):
-            result = fn()
-    except RuntimeError:  # it waits for the device, or draws from a generator that cannot be captured
-        torch.cuda.synchronize(device)
-        return None
+    for _ in range(2):  # a first attempt may have to load what cannot be loaded during a capture
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        try:
+            with torch.cuda.stream(side):  # as torch asks: warm up where nothing else runs
+                fn()
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(graph):
+                result = fn()
+        except RuntimeError:  # it waits for the device, or draws from a generator that cannot be captured
+            torch.cuda.synchronize(device)
+        else:
+            return functools.partial(_replay, graph, result)
+    return None
 
-    def replay(kept: object = result) -> None:
-        graph.replay()
 
-    return replay
+def _replay(graph: torch.cuda.CUDAGraph, kept: object) -> None:
+    """Replay a graph; `kept` holds the memory that it writes to."""
+    graph.replay()
 
 
 def peak_extra_memory(fn: Callable[[], object], *, device: str | torch.device) -> int:
