@@ -14,7 +14,7 @@ help: ## show this list
 
 setup: .venv/.ready ## create .venv and install the pinned packages, unless that is done
 
-run: setup ## show the library at work on one small example
+run: setup ## show what the operator keeps of a real text
 	$(BIN)/pyramidion demo
 
 test: setup ## run every test; those that need a GPU skip themselves without one

@@ -56,6 +56,14 @@ def test_dropped_inputs_are_never_looked_at(kind: str) -> None:
     assert torch.equal(chosen.pool(x.masked_fill((chosen.slots < 0)[..., None], torch.nan)), want)
 
 
+def test_a_slot_whose_first_place_is_empty_looks_at_nobody_else() -> None:
+    slots, weights = torch.tensor([[-1, 0, 0]]), torch.tensor([[0.0, 0.25, 0.75]])
+    one = torch.tensor([[1]])
+    chosen = Selection(slots, weights, one > 0, one.float(), one, members=torch.tensor([[[-1, 1, 2]]]))
+    x = torch.tensor([[torch.nan, 4.0, 8.0]])
+    assert chosen.pool(x).tolist() == [[7.0]]
+
+
 @pytest.mark.parametrize("second", KINDS)
 @pytest.mark.parametrize("first", KINDS)
 def test_then_is_one_after_the_other(first: str, second: str) -> None:

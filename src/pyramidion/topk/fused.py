@@ -2,8 +2,9 @@
 
 Read `tournament.py` first: names, arguments and results are the same. The *ladder* of all rounds lies in one scratch
 row a document: round t has `k * 2 ** (rounds - t)` places and starts where round t - 1 ends. Several programs share a
-document. They sort windows of a round by counting, merge the sorted windows by bisection, and so on to the last round;
-then walk every token down the ladder to its slot. Between these steps the programs of a document wait for each other.
+document. They sort a round block by block, by counting, merge the sorted runs by bisection, and so on to the last
+round; then they walk every token down the ladder to its slot. Between these steps the programs of a document wait for
+each other.
 
 Scores are float64 on the way, because a rounding error that swaps two candidates changes who meets whom: all backends
 decide alike (docs/decisions/0001-decide-in-double.md). Python floats reach Triton as float32, so the two options travel

@@ -141,7 +141,7 @@ def _weigh(x: Tensor, slots: Tensor, weights: Tensor, members: Tensor) -> Tensor
     b, n, d = x.shape
     k, m = members.shape[1:]
     hole = members < 0
-    inside = torch.where(hole, members[..., :1].clamp(min=0), members)  # a hole reads its slot's first member, times 0
+    inside = torch.where(hole, members.amax(-1, keepdim=True).clamp(min=0), members)  # a hole reads a member, times 0
     share = weights.gather(1, inside.view(b, k * m)).view(b, k, m).masked_fill(hole, 0)
     row = (inside + n * torch.arange(b, device=x.device).view(b, 1, 1)).view(b * k, m)
     table = x.reshape(b * n, d).to(torch.promote_types(x.dtype, torch.float32))
