@@ -113,7 +113,7 @@ class _StraightThrough(Selection):
     def pool(self, x: Tensor, *, backend: str = "auto") -> Tensor:
         assert self.soft is not None
         hard = super().pool(x.detach(), backend=backend)
-        blend = self.soft.pool(x, backend=backend).reshape(*self.mask.shape, -1)  # [b k d]
+        blend = self.soft.pool(x, backend=backend).view(*self.mask.shape, math.prod(x.shape[2:]))  # [b k d]
         source = self.soft.slots.gather(1, self.winners.clamp(min=0)).clamp(min=0)  # [b k] the blend with each winner
         blend = blend.gather(1, source.unsqueeze(-1).expand(-1, -1, blend.shape[-1]))
         blend = blend.masked_fill(~self.mask.unsqueeze(-1), 0)
@@ -147,7 +147,7 @@ def _check(scores: Tensor, k: int, mask: Tensor | None) -> None:
         bad = ~torch.isfinite(scores) if mask is None else ~torch.isfinite(scores) & mask
         if bad.any():
             row, column = (int(i) for i in bad.nonzero()[0])
-            value = float(scores[row, column])
+            value = float(scores.detach()[row, column])
             raise ValueError(f"`scores` must be finite where `mask` is True, got {value} at row {row}, input {column}.")
 
 
