@@ -1,0 +1,806 @@
+"""The model family in transformers' idiom: an encoder that goes on with less, a decoder that attends to what is left.
+
+Read `PyramidionEncoder.encode` first: it is the paper's figure.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+)
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from pyramidion.attention import (
+    BlockwiseAttention,
+    EfficientAttention,
+    FullAttention,
+    Layout,
+    LSHAttention,
+    SelfAttention,
+)
+from pyramidion.attention.heads import eager, received
+from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
+from pyramidion.pooling import Pooler, StridedPooler, make_pooler
+from pyramidion.topk import Selection, hard_topk
+
+GRANULE = 64  # tokens of a block where attention sees whole documents, and blocks only leave out padding
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Results
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PyramidionEncoderOutput(BaseModelOutput):
+    """What leaves the encoder: the memory, and on request the account of it.
+
+    last_hidden_state  [b k d]  the memory; a document with fewer representations has its own first
+    memory_mask        [b k]    True for a real one, None where all are. It travels with the memory, because `generate`
+                                knows only the mask of the source
+    hidden_states      what enters the first layer and leaves each one, [b n d] each, with `output_hidden_states`
+    attentions         weights of each layer, over blocks [B h m m] or documents [b h n n], with `output_attentions`
+    selections         the Selection of each layer that pools, with `output_selections`; the first one starts from
+                       the source tokens, padding included
+    selection          their composition: for each source token its slot in the memory, and its weight there. Where
+                       vectors are spread again (Funnel), that of the residual path: each token has its own slot
+    """
+
+    memory_mask: Tensor | None = None
+    selections: tuple[Selection, ...] | None = None
+    selection: Selection | None = None
+
+
+@dataclass
+class PyramidionModelOutput(Seq2SeqModelOutput):
+    """transformers' Seq2SeqModelOutput, with the encoder's account."""
+
+    memory_mask: Tensor | None = None
+    encoder_selections: tuple[Selection, ...] | None = None
+    encoder_selection: Selection | None = None
+
+
+@dataclass
+class PyramidionLMOutput(Seq2SeqLMOutput):
+    """transformers' Seq2SeqLMOutput, with the encoder's account."""
+
+    memory_mask: Tensor | None = None
+    encoder_selections: tuple[Selection, ...] | None = None
+    encoder_selection: Selection | None = None
+
+
+@dataclass
+class PyramidionClassifierOutput(SequenceClassifierOutput):
+    """transformers' SequenceClassifierOutput, with the encoder's account."""
+
+    selections: tuple[Selection, ...] | None = None
+    selection: Selection | None = None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parts
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class PyramidionEmbedding(nn.Embedding):
+    """Look tokens up, and scale them to the size of the positions added to them."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.embedding_dim**0.5
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """Encode positions [...] as sines and cosines [... width] of falling frequency, in float32."""
+    half = width // 2
+    frequency = torch.exp(torch.arange(half, device=positions.device) * -(torch.log(torch.tensor(1e4)) / half))
+    angle = positions.unsqueeze(-1).float() * frequency  # [... half]
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class PyramidionResidual(nn.Module):
+    """Add a sublayer to its input, with the norm behind the sum (the paper) or in front of the sublayer."""
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.pre, self.dropout = config.pre_norm, config.dropout
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+        change, extra = sublayer(self.norm(x) if self.pre else x)
+        x = x + F.dropout(change, self.dropout, self.training)
+        return (x if self.pre else self.norm(x)), extra
+
+
+class PyramidionFeedForward(nn.Module):
+    """Transform each token by itself."""
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__()
+        self.widen = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.narrow = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation, self.dropout = ACT2FN[config.activation_function], config.activation_dropout
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        inner = F.dropout(self.activation(self.widen(x)), self.dropout, self.training)
+        return self.narrow(inner), None
+
+
+def attend_eagerly(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Serve `attn_implementation="eager"` with our own function, in the form of transformers'."""
+    return eager(query, key, value, mask, dropout=options.get("dropout", 0.0))
+
+
+def attend(
+    module: "PyramidionEncoderLayer | PyramidionDecoderAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by `attn_implementation`: `heads.eager`, in whatever way this machine does it fastest.
+
+    mask  bool [b 1 1 n], True for a real key, or a mask made by transformers for the same implementation
+    """
+    implementation = module.config._attn_implementation or "eager"
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
+        if "flash" in implementation:
+            mask = mask[:, 0, 0]  # [b n]
+        elif "flex" in implementation:
+            shape = query.transpose(1, 2).flatten(2)  # [b q d]: only its shape and device are read
+            mask = create_bidirectional_mask(
+                module.config, shape, mask[:, 0, 0], key.transpose(1, 2).flatten(2), allow_is_bidirectional_skip=False
+            )
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, attend_eagerly)
+    mixed, weights = interface(module, query, key, value, mask, dropout=dropout, scaling=query.shape[-1] ** -0.5)
+    return mixed, weights
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Encoder
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def make_attention(config: PyramidionConfig, layer: int) -> SelfAttention:
+    """Build the self-attention that the configuration names; every layer hashes in its own way."""
+    width, heads, dropout = config.hidden_size, config.num_attention_heads, config.attention_dropout
+    if config.attention == "full":
+        return FullAttention(width, heads, dropout=dropout)
+    if config.attention == "blockwise":
+        return BlockwiseAttention(width, heads, dropout=dropout)
+    local = {"local_heads": config.local_heads, "window": config.local_window}
+    if config.attention == "lsh":
+        hashing = {"bucket": config.bucket_size, "hashes": config.num_hashes, "seed": layer}
+        return LSHAttention(width, heads, dropout=dropout, **hashing, **local)
+    return EfficientAttention(width, heads, dropout=dropout, **local)
+
+
+class PyramidionEncoderLayer(GradientCheckpointingLayer):
+    """Attend and transform, over blocks [B m d]."""
+
+    is_causal = False
+
+    def __init__(self, config: PyramidionConfig, layer: int, *, counted: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.counted = counted  # a pooler asks what each token receives, so the attention matrix is written out
+        self.attention = make_attention(config, layer)
+        self.attention_residual = PyramidionResidual(config)
+        self.feed_forward = PyramidionFeedForward(config)
+        self.feed_forward_residual = PyramidionResidual(config)
+
+    def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        way = eager if self.counted else partial(attend, self)
+        x, weights = self.attention_residual(x, lambda x: self.attention(x, layout, attend=way))
+        x, _ = self.feed_forward_residual(x, self.feed_forward)
+        return x, weights
+
+
+class PyramidionPreTrainedModel(PreTrainedModel):
+    """What transformers should know about the family."""
+
+    config: PyramidionConfig
+    config_class = PyramidionConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["PyramidionEncoderLayer", "PyramidionDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: PyramidionConfig, *args: Any, **kwargs: Any) -> None:
+        config.check()
+        super().__init__(config, *args, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start as Vaswani et al. did: vectors of length about 1 in the table, Glorot's bounds elsewhere."""
+        if isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=module.embedding_dim**-0.5)
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        else:
+            super()._init_weights(module)
+
+    def repool(self, **changes: Any) -> Self:
+        """Return the same model with other pooling, its weights copied, scorers that it lacks fresh.
+
+        Such is the conversion to PoWER (appendix, "PoWER-BERT"): train a blockwise model, then
+        `model.repool(pooling="power", input_length=2048, encoder_lengths=[1024, 512])`, and fine-tune that. The same
+        with a checkpoint: `from_pretrained(path, pooling="power", ...)`.
+        """
+        converted = type(self)(PyramidionConfig.from_dict({**self.config.to_dict(), **changes}))
+        missing, unexpected = converted.load_state_dict(self.state_dict(), strict=False)
+        strange = [name for name in (*missing, *unexpected) if ".poolers." not in name]
+        if strange:
+            raise ValueError(f"`repool` must change the pooling alone, got {changes}, which touches {strange[0]}.")
+        return converted.to(self.device, self.dtype).train(self.training)
+
+
+@dataclass
+class _Trace:
+    """Collect what a caller may ask for while the encoder runs."""
+
+    states: list[Tensor] | None
+    attentions: list[Tensor] | None
+    selections: list[Selection]
+
+    def record(self, layout: Layout, x: Tensor, weights: Tensor | None = None) -> None:
+        """Keep what leaves a layer, if asked."""
+        if self.states is not None:
+            self.states.append(layout.unpack(x))
+        if self.attentions is not None and weights is not None:
+            self.attentions.append(weights)
+
+
+class PyramidionEncoder(PyramidionPreTrainedModel):
+    """Encode documents, with fewer representations behind each layer that pools, into a memory of k."""
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = PyramidionEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.poolers = nn.ModuleDict(
+            {str(layer): _pooler(config, pooling) for layer, pooling in config.poolings.items()}
+        )
+        self.layers = nn.ModuleList(
+            PyramidionEncoderLayer(config, layer, counted=getattr(self.pooler_of(layer), "wants_attention", False))
+            for layer in range(len(config.encoder_lengths))
+        )
+        self.norm = nn.LayerNorm(config.hidden_size) if config.pre_norm else None
+        self.spreads = any(pooling.kind == "funnel" for pooling in config.poolings.values())
+        self.post_init()
+
+    @merge_with_config_defaults
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_selections: bool = False,
+        **_: Any,
+    ) -> PyramidionEncoderOutput:
+        """Encode `input_ids` [b n], or `inputs_embeds` [b n d], where `attention_mask` [b n] is not 0.
+
+        Padding may stand on either side, or anywhere: only real tokens are looked at, counted and computed.
+        """
+        source = _one_of(input_ids, inputs_embeds)
+        tokens, lengths = _real_first(source, attention_mask)  # [b n ...]
+        trace = _Trace([] if output_hidden_states else None, [] if output_attentions else None, [])
+        memory, layout = self.encode(tokens, lengths, trace)  # [b k d]
+        chosen = self._account(source, attention_mask, lengths, trace.selections) if output_selections else {}
+        return PyramidionEncoderOutput(
+            last_hidden_state=memory,
+            hidden_states=None if trace.states is None else tuple(trace.states),
+            attentions=None if trace.attentions is None else tuple(trace.attentions),
+            memory_mask=None if layout.equal else layout.document_mask,
+            **chosen,
+        )
+
+    def encode(self, tokens: Tensor, lengths: list[int], trace: _Trace) -> tuple[Tensor, Layout]:
+        """Attend, score, select, pool, and go on with less: tokens [b n ...] -> memory [b k d] and who is in it."""
+        layout = self._layout(lengths, tokens.device)
+        x = self._embed(layout.pack(tokens), layout)  # [B m d]
+        trace.record(layout, x)
+        whole = None  # what the first pooling starts from
+        for number, layer in enumerate(self.layers):
+            x, weights = layer(x, layout)
+            if (pooler := self.pooler_of(number)) is not None:
+                whole = (layout.unpack(x), layout) if whole is None else whole
+                x, layout, selection = self._pool(pooler, x, layout, weights)  # [B m d], fewer blocks
+                trace.selections.append(selection)
+            trace.record(layout, x, weights)
+        memory = layout.unpack(x)  # [b k d]
+        if self.spreads and whole is not None:
+            x, layout = whole
+            memory = _compose(trace.selections).unpool(memory) + x  # [b n d]
+        return (memory if self.norm is None else self.norm(memory)), layout
+
+    def pooler_of(self, layer: int) -> Pooler | StridedPooler | None:
+        """Give the pooler behind a layer. Only layers that pool have one: an unused scorer breaks training on many."""
+        found: Any = self.poolers[str(layer)] if str(layer) in self.poolers else None  # noqa: SIM401, it has no get
+        return found
+
+    def _layout(self, lengths: Sequence[int], device: torch.device) -> Layout:
+        return Layout(lengths, self.config.block_size if self.config.attention == "blockwise" else GRANULE, device)
+
+    def _embed(self, tokens: Tensor, layout: Layout) -> Tensor:
+        x = tokens if tokens.is_floating_point() else self.embed_tokens(tokens)  # [B m d]
+        table = sinusoids(torch.arange(layout.n, device=x.device), self.config.hidden_size)  # [n d]
+        return F.dropout(x + layout.positions(table.to(x.dtype)), self.config.dropout, self.training)
+
+    def _pool(
+        self, pooler: Pooler | StridedPooler, x: Tensor, layout: Layout, weights: Tensor | None
+    ) -> tuple[Tensor, Layout, Selection]:
+        mask = None if layout.equal else layout.document_mask
+        pooled = pooler(layout.unpack(x), mask, self._received(weights, layout) if pooler.wants_attention else None)
+        shorter = self._layout([min(length, pooled.x.shape[1]) for length in layout.lengths], x.device)
+        return shorter.pack(pooled.x[:, : shorter.n]), shorter, pooled.selection
+
+    def _received(self, weights: Tensor | None, layout: Layout) -> Tensor:
+        """Sum the attention that each token received: weights over blocks or documents -> [b n]."""
+        assert weights is not None
+        if self.config.attention == "full":
+            return received(weights, layout.document_mask)
+        return layout.unpack(received(weights, layout.mask))
+
+    def _account(
+        self, source: Tensor, mask: Tensor | None, lengths: list[int], selections: list[Selection]
+    ) -> dict[str, Any]:
+        """Say where the source tokens went: the selections from them on, and the composition of all."""
+        real = None if mask is None else mask.to(source.device) != 0
+        arrival = hard_topk(torch.zeros(source.shape[:2], device=source.device), max(lengths), mask=real)
+        chosen = [arrival.then(selections[0]), *selections[1:]] if selections else []
+        return {
+            "selections": tuple(chosen),
+            "selection": arrival if self.spreads or not chosen else _compose(chosen),
+        }
+
+
+def _pooler(config: PyramidionConfig, pooling: Pooling) -> Pooler | StridedPooler:
+    return make_pooler(
+        pooling.kind,
+        pooling.k,
+        config.hidden_size,
+        scorer=pooling.scorer,
+        temperature=config.pool_temperature,
+        base=config.pool_base,
+        sort=config.pool_sort,
+        index=config.scorer_dimension,
+    )
+
+
+def _compose(selections: Sequence[Selection]) -> Selection:
+    return reduce(lambda first, second: first.then(second), selections)
+
+
+def _one_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Take token numbers [b n] or their vectors [b n d], whichever is given."""
+    if (input_ids is None) == (inputs_embeds is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, got {given}.")
+    source = input_ids if inputs_embeds is None else inputs_embeds
+    assert source is not None
+    if source.ndim != (2 if inputs_embeds is None else 3) or 0 in source.shape:
+        name, form = ("input_ids", "[b n]") if inputs_embeds is None else ("inputs_embeds", "[b n d]")
+        raise ValueError(f"`{name}` must be {form} with at least one token, got shape {list(source.shape)}.")
+    return source
+
+
+def _real_first(source: Tensor, mask: Tensor | None) -> tuple[Tensor, list[int]]:
+    """Bring the real tokens of each document to the front, and count them on the host.
+
+    It is the one place where the encoder waits for the device, before any work is queued; without a mask it does not.
+    """
+    b, n = source.shape[:2]
+    if mask is None:
+        return source, [n] * b
+    if mask.shape != (b, n):
+        raise ValueError(f"`attention_mask` must be [b n] = {[b, n]}, got shape {list(mask.shape)}.")
+    real = mask.to(source.device) != 0
+    count = real.sum(1, keepdim=True)  # [b 1]
+    front = torch.arange(n, device=source.device) < count  # [b n]
+    *lengths, in_place = torch.cat([count.flatten(), (real == front).all().view(1)]).tolist()
+    if min(lengths) < 1:
+        row = lengths.index(0)
+        raise ValueError(f"`attention_mask` must mark at least one token of every document, got none in row {row}.")
+    wide = (b, n, *[1] * (source.ndim - 2))
+    if not in_place:
+        order = real.int().argsort(dim=1, descending=True, stable=True)  # [b n]
+        source = torch.take_along_dim(source, order.view(wide), dim=1)
+    source = source.masked_fill(~front.view(wide), 0)  # whatever padding held: an unknown token, a NaN
+    return source[:, : max(lengths)], lengths
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Decoder
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class PyramidionDecoderAttention(nn.Module):
+    """Attend to the tokens so far, or to the memory; keys and values of both are kept in a cache."""
+
+    def __init__(self, config: PyramidionConfig, layer: int, *, is_causal: bool) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.config, self.layer_idx, self.is_causal = config, layer, is_causal
+        self.heads, self.dropout = config.num_attention_heads, config.attention_dropout
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, memory: Tensor | None = None, cache: EncoderDecoderCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from x [b t d] to itself, or to the memory [b k d], which the cache then holds for good."""
+        query = self._split(self.query(x))  # [b h t e]
+        key, value = self._look_back(x, cache) if memory is None else self._look_up(memory, cache)
+        dropout = self.dropout if self.training else 0.0
+        mixed, weights = attend(self, query, key, value, mask, dropout=dropout)  # [b t h e]
+        return self.out(mixed.flatten(2)), weights
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [b h n e]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._split(self.key(x)), self._split(self.value(x))
+
+    def _look_back(self, x: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
+        key, value = self._project(x)
+        return (key, value) if cache is None else cache.self_attention_cache.update(key, value, self.layer_idx)
+
+    def _look_up(self, memory: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
+        if cache is None:
+            return self._project(memory)
+        kept = cache.cross_attention_cache
+        if not cache.is_updated.get(self.layer_idx):
+            kept.update(*self._project(memory), self.layer_idx)
+            cache.is_updated[self.layer_idx] = True
+        return kept.layers[self.layer_idx].keys, kept.layers[self.layer_idx].values
+
+
+class PyramidionDecoderLayer(GradientCheckpointingLayer):
+    """Look back, look into the memory, transform."""
+
+    def __init__(self, config: PyramidionConfig, layer: int) -> None:
+        super().__init__()
+        self.attention = PyramidionDecoderAttention(config, layer, is_causal=True)
+        self.attention_residual = PyramidionResidual(config)
+        self.cross_attention = PyramidionDecoderAttention(config, layer, is_causal=False)
+        self.cross_attention_residual = PyramidionResidual(config)
+        self.feed_forward = PyramidionFeedForward(config)
+        self.feed_forward_residual = PyramidionResidual(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> Tensor:
+        x, _ = self.attention_residual(x, lambda x: self.attention(x, mask, cache=past_key_values))
+        x, _ = self.cross_attention_residual(
+            x, lambda x: self.cross_attention(x, memory_mask, memory, cache=past_key_values)
+        )
+        x, _ = self.feed_forward_residual(x, self.feed_forward)
+        return x
+
+
+class PyramidionDecoder(PyramidionPreTrainedModel):
+    """Write, attending to a memory of k representations."""
+
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": PyramidionDecoderLayer,
+        "attentions": OutputRecorder(PyramidionDecoderAttention, index=1, layer_name="attention"),
+        "cross_attentions": OutputRecorder(PyramidionDecoderAttention, index=1, layer_name="cross_attention"),
+    }
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = PyramidionEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(PyramidionDecoderLayer(config, layer) for layer in range(config.decoder_layers))
+        self.norm = nn.LayerNorm(config.hidden_size) if config.pre_norm else None
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Read `input_ids` [b t] beside the memory `encoder_hidden_states` [b k d] and its mask [b k]."""
+        if encoder_hidden_states is None:
+            raise ValueError("`encoder_hidden_states` must be the memory [b k d], got None.")
+        source = _one_of(input_ids, inputs_embeds)
+        x = source if source.is_floating_point() else self.embed_tokens(source)  # [b t d]
+        if use_cache and past_key_values is None:
+            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        past = past_key_values.self_attention_cache if isinstance(past_key_values, EncoderDecoderCache) else None
+        if self.config.decoder_positions:
+            seen = 0 if past is None else past.get_seq_length()
+            positions = torch.arange(x.shape[1], device=x.device) + seen
+            x = x + sinusoids(positions, self.config.hidden_size).to(x.dtype)
+        x = F.dropout(x, self.config.dropout, self.training)
+        mask = create_causal_mask(self.config, x, attention_mask, past)
+        memory_mask = None if encoder_attention_mask is None else encoder_attention_mask[:, None, None] != 0
+        for layer in self.layers:
+            x = layer(x, encoder_hidden_states, mask, memory_mask, past_key_values=past_key_values)
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=x if self.norm is None else self.norm(x), past_key_values=past_key_values
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Models
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class PyramidionEncoderModel(PyramidionPreTrainedModel):
+    """Encode long documents into few representations: the encoder by itself."""
+
+    _tied_weights_keys = {"encoder.embed_tokens.weight": "shared.weight"}  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]  # noqa: RUF012
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__(config)
+        self.shared = PyramidionEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.encoder = PyramidionEncoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.shared
+
+    def set_input_embeddings(self, value: PyramidionEmbedding) -> None:
+        self.shared = self.encoder.embed_tokens = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> PyramidionEncoderOutput:
+        """Do what `PyramidionEncoder.forward` does."""
+        return self.encoder(*args, **kwargs)
+
+
+class PyramidionModel(PyramidionPreTrainedModel):
+    """Encode, pool and decode, without a head."""
+
+    _tied_weights_keys = {  # noqa: RUF012
+        "encoder.embed_tokens.weight": "shared.weight",
+        "decoder.embed_tokens.weight": "shared.weight",
+    }
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__(config)
+        self.shared = PyramidionEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.encoder = PyramidionEncoder(config)
+        self.decoder = PyramidionDecoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.shared
+
+    def set_input_embeddings(self, value: PyramidionEmbedding) -> None:
+        self.shared = self.encoder.embed_tokens = self.decoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: PyramidionEncoderOutput | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_selections: bool = False,
+        **kwargs: Any,
+    ) -> PyramidionModelOutput:
+        """Read `input_ids` [b n] where `attention_mask` is not 0, and `decoder_input_ids` [b t] beside what was kept.
+
+        With `encoder_outputs` from the encoder nothing is encoded again; `attention_mask`, which is the source's, is
+        then not looked at: the memory's mask is in them.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids,
+                attention_mask,
+                inputs_embeds,
+                output_selections=output_selections,
+                return_dict=True,
+                **kwargs,
+            )
+        elif not isinstance(encoder_outputs, PyramidionEncoderOutput):
+            raise ValueError(
+                f"`encoder_outputs` must be what the encoder returned, with the mask of its memory, "
+                f"got {type(encoder_outputs).__name__}."
+            )
+        memory = encoder_outputs
+        written = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=memory.last_hidden_state,
+            encoder_attention_mask=memory.memory_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **kwargs,
+        )
+        return PyramidionModelOutput(
+            last_hidden_state=written.last_hidden_state,
+            past_key_values=written.past_key_values,
+            decoder_hidden_states=written.hidden_states,
+            decoder_attentions=written.attentions,
+            cross_attentions=written.cross_attentions,
+            encoder_last_hidden_state=memory.last_hidden_state,
+            encoder_hidden_states=memory.hidden_states,
+            encoder_attentions=memory.attentions,
+            memory_mask=memory.memory_mask,
+            encoder_selections=memory.selections,
+            encoder_selection=memory.selection,
+        )
+
+
+class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMixin):
+    """Write a text about a long one: training with `labels`, writing with `generate`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.shared.weight"}  # noqa: RUF012
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__(config)
+        self.model = PyramidionModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: PyramidionEncoderOutput | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_selections: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> PyramidionLMOutput:
+        """Give the logits [b t v] of each next token, and the loss where `labels` [b t] are not -100."""
+        if labels is not None:
+            use_cache = False
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs: PyramidionModelOutput = self.model(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            past_key_values,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache,
+            output_selections,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)  # [b t v]
+        loss = None
+        if labels is not None:  # `shift_labels`: they stand one step behind the input already
+            loss = self.loss_function(
+                logits, labels, logits.shape[-1], shift_labels=labels, num_items_in_batch=num_items_in_batch
+            )
+        return PyramidionLMOutput(
+            loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        )
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Shift labels [b t] right behind the start token, padding where they are -100."""
+        start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
+        shifted = torch.cat([start, labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id)
+
+
+class PyramidionForSequenceClassification(PyramidionPreTrainedModel):
+    """Classify a long document by the mean of what was kept of it."""
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__(config)
+        self.model = PyramidionEncoderModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_selections: bool = False,
+        **kwargs: Any,
+    ) -> PyramidionClassifierOutput:
+        """Give the logits [b labels], and the loss where `labels` [b] are given."""
+        kept: PyramidionEncoderOutput = self.model(
+            input_ids, attention_mask, inputs_embeds, output_selections=output_selections, return_dict=True, **kwargs
+        )
+        mask = kept.memory_mask
+        memory = kept.last_hidden_state  # [b k d]
+        if mask is None:
+            mean = memory.mean(1)
+        else:
+            mean = memory.masked_fill(~mask.unsqueeze(-1), 0).sum(1) / mask.sum(1, keepdim=True)  # [b d]
+        logits = self.classifier(F.dropout(mean, self.config.dropout, self.training))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return PyramidionClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=kept.hidden_states,
+            attentions=kept.attentions,
+            selections=kept.selections,
+            selection=kept.selection,
+        )
+
+
+AutoConfig.register("pyramidion", PyramidionConfig)
+AutoModel.register(PyramidionConfig, PyramidionModel)
+AutoModelForTextEncoding.register(PyramidionConfig, PyramidionEncoderModel)
+AutoModelForSeq2SeqLM.register(PyramidionConfig, PyramidionForConditionalGeneration)
+AutoModelForSequenceClassification.register(PyramidionConfig, PyramidionForSequenceClassification)
+
+__all__ = [
+    "PyramidionEncoderModel",
+    "PyramidionForConditionalGeneration",
+    "PyramidionForSequenceClassification",
+    "PyramidionModel",
+    "PyramidionPreTrainedModel",
+]
