@@ -164,9 +164,23 @@ def test_a_module_without_a_room_is_refused():
 # --------------------------------------------------------------------------------------------------------------------
 
 PUBLIC_NAMES = [
+    "EmbeddingScorer",
+    "IndexScorer",
+    "LinearScorer",
+    "NonlinearScorer",
+    "Pooler",
+    "PowerScorer",
+    "PyramidionConfig",
+    "PyramidionEncoderModel",
+    "PyramidionForConditionalGeneration",
+    "PyramidionForSequenceClassification",
+    "PyramidionModel",
+    "RandomScorer",
     "Selection",
+    "StridedPooler",
     "__version__",
     "hard_topk",
+    "preset",
     "soft_topk",
     "straight_through_topk",
 ]

@@ -528,12 +528,12 @@ def test_a_pooler_trains_inside_a_plain_encoder(pooling: str) -> None:
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
-QUICK = [("soft", "linear"), ("hard", "random"), ("hard", "index"), ("power", None), ("mean", None), ("max", None)]
+TRACED = [("soft", "linear"), ("straight-through", "nonlinear"), ("hard", "random"), ("hard", "index")]
+TRACED += [("soft", "embedding"), ("power", None), ("mean", None), ("max", None)]
 
 
-@pytest.mark.parametrize(
-    ("pooling", "scorer"), [p if p in QUICK else pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pooling", "scorer"), TRACED)
 def test_a_pooler_is_one_graph(pooling: str, scorer: str | None) -> None:
     torch._dynamo.reset()
     graphs = []
@@ -657,7 +657,5 @@ def test_bad_input_is_refused_with_rule_and_value(call: Callable[[], object], me
 
 def test_an_empty_batch_is_no_error() -> None:
     for pooling, scorer in PAIRS:
-        if pooling == "straight-through":
-            continue
         pooled = make(pooling, scorer, k=3)(torch.rand(0, 7, D), torch.ones(0, 7).bool(), torch.rand(0, 7))
         assert pooled.x.shape == (0, 3, D)
