@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from pyramidion import cli
-from pyramidion.bench import measure, report
+from pyramidion.bench import measure, padding, report
 from pyramidion.bench import topk as bench
 from pyramidion.topk import soft_topk
 
@@ -244,3 +244,62 @@ class TestCommand:
         code = f"import runpy, sys; runpy.run_path({cli.__file__!r}); print('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "False"
+
+
+class TestPadding:
+    def test_batches_hold_the_same_documents(self):
+        settings = padding.default_settings("cpu", presets=("tiny-pyramidion",), batch=3, shortest=7, longest=31)
+        assert padding.spread(settings) == [7, 19, 31]
+        made = padding.batches(settings, 50)
+        assert {name: (tuple(mask.shape), tokens) for name, (_, mask, tokens) in made.items()} == {
+            "mixed": ((3, 31), 57),
+            "cut": ((3, 7), 21),
+            "equal": ((3, 19), 57),
+            "unmarked": ((3, 31), 93),
+        }
+        for ids, mask, tokens in made.values():
+            assert mask.sum() == tokens
+            assert torch.equal(ids[mask], made["unmarked"][0][:, : ids.shape[1]][mask])
+
+    def test_a_ratio_is_of_times_and_of_tokens(self, monkeypatch):
+        clock = Clock(monkeypatch)
+
+        def step(encoder, ids, mask, settings):
+            clock.now += int(mask.sum()) if int(mask.sum()) != 57 else 2 * 57
+
+        monkeypatch.setattr(padding, "_step", step)
+        settings = padding.default_settings("cpu", presets=("tiny-pyramidion",), batch=3, shortest=7, longest=31)
+        rows = {row["batch"]: row for row in padding.run(settings)["rows"]}
+        assert {name: row["ratio"] for name, row in rows.items()} == pytest.approx(
+            {"mixed": 2, "cut": 1, "equal": 2, "unmarked": 1}
+        )
+        assert rows["cut"]["ms"] == 21_000
+
+    def test_a_small_run(self, tmp_path):
+        options = ("--presets", "tiny-pyramidion", "--batch", 2, "--shortest", 40, "--longest", 90, "--repeats", 1)
+        done = invoke("bench", "padding", "--device", "cpu", *options, "--output", tmp_path)
+        assert done.exit_code == 0, done.output
+        (path,) = tmp_path.glob("padding_cpu-*.json")
+        written = json.loads(path.read_text())
+        assert written["lengths"] == [40, 90]
+        assert [row["batch"] for row in written["rows"]] == list(padding.BATCHES)
+        assert all(row["ms"] > 0 for row in written["rows"])
+        assert "| tiny-pyramidion | mixed | 130 |" in done.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--presets", "row-99"], "got 'row-99'"),
+            (["--batch", "1"], "`batch` must be at least 2, got 1."),
+            (["--longest", "100"], "`longest` must be at least 512, got 100."),
+            (["--dtype", "int8"], "`dtype` must be one of float32, bfloat16, got 'int8'."),
+            (["--device", "tpu"], "`device` must be auto, cpu or cuda, got 'tpu'."),
+            (["--output", __file__], "`--output` must be a folder, got the file"),
+        ],
+    )
+    def test_bad_options_get_one_line(self, arguments, message):
+        done = invoke("bench", "padding", *arguments)
+        assert done.exit_code == 2
+        assert done.stderr.startswith("pyramidion: ")
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -250,7 +250,6 @@ assert len(graphs) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # raised inside inductor
 def test_compiled_by_inductor_with_gradients() -> None:
     compiled = torch.compile(lambda s, x: soft_topk(s, 5).pool(x), fullgraph=True, dynamic=True)
     for n in (13, 37):

@@ -14,6 +14,7 @@ from pyramidion.scoring import SCORERS
 ATTENTIONS = ("full", "blockwise", "lsh", "efficient")
 SCORED = ("soft", "hard", "straight-through")  # the poolings that take a scorer
 LARGEST_BLOCK = 2**20
+GRANULE = 64
 
 # What transformers itself passes or saves besides the declared fields.
 FOREIGN = {
@@ -114,6 +115,11 @@ class PyramidionConfig(PreTrainedConfig):
         """List how many representations enter each encoder layer."""
         first = self.encoder_lengths[0] if self.input_length is None else self.input_length
         return [first, *self.encoder_lengths[:-1]]
+
+    @property
+    def packing(self) -> int:
+        """Give the tokens of a block; where attention is not blockwise, blocks only serve to leave padding out."""
+        return self.block_size if self.attention == "blockwise" else GRANULE
 
     @property
     def memory_length(self) -> int:

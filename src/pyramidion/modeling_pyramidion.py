@@ -48,9 +48,6 @@ from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
 from pyramidion.pooling import Pooler, StridedPooler, make_pooler
 from pyramidion.topk import Selection, hard_topk
 
-GRANULE = 64  # tokens of a block where attention sees whole documents, and blocks only leave out padding
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Results
 # --------------------------------------------------------------------------------------------------------------------
@@ -357,7 +354,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         return found
 
     def _layout(self, lengths: Sequence[int], device: torch.device) -> Layout:
-        return Layout(lengths, self.config.block_size if self.config.attention == "blockwise" else GRANULE, device)
+        return Layout(lengths, self.config.packing, device)
 
     def _embed(self, tokens: Tensor, layout: Layout) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embed_tokens(tokens)  # [B m d]
@@ -735,7 +732,7 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
         loss = None
         if labels is not None:  # `shift_labels`: they stand one step behind the input already
             loss = self.loss_function(
-                logits, labels, logits.shape[-1], shift_labels=labels, num_items_in_batch=num_items_in_batch
+                logits, labels, logits.shape[-1], num_items_in_batch, shift_labels=labels.contiguous()
             )
         return PyramidionLMOutput(
             loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name != "last_hidden_state"}

@@ -188,7 +188,9 @@ class Preset:
     @cached_property
     def parameters(self) -> int:
         """Count the parameters, the shared table of embeddings once."""
-        return _count_parameters(self.config())
+        from pyramidion.complexity.parameters import parameters  # late: its room knows presets
+
+        return parameters(self.config())
 
     @property
     def lengths(self) -> str:
@@ -254,27 +256,6 @@ def find(name: str) -> Preset:
         hint = f" Did you mean `{near[0]}`?" if near else ""
         raise ValueError(f"`name` must be one of those that `pyramidion presets` lists, got {name!r}.{hint}")
     return PRESETS[name]
-
-
-def _count_parameters(config: PyramidionConfig) -> int:
-    """Count what `PyramidionForConditionalGeneration(config)` would hold, its one table of embeddings once.
-
-    A formula, because importing and building the models takes seconds that `pyramidion presets` should not cost; a
-    test compares it with them.
-    """
-    assert config.tie_word_embeddings
-    assert not config.pre_norm
-    d, inner = config.hidden_size, config.intermediate_size
-    square, norm = (d + 1) * d, 2 * d
-    feed_forward = (d + 1) * inner + (inner + 1) * d
-    attention = square * (3 if config.attention == "lsh" else 4)  # hashed tokens are queries and keys at once
-    scorers = {"linear": d + 1, "nonlinear": square + d + 1}
-    return (
-        config.vocab_size * d
-        + len(config.encoder_lengths) * (attention + feed_forward + 2 * norm)
-        + sum(scorers.get(str(pooling.scorer), 0) for pooling in config.poolings.values())
-        + config.decoder_layers * (2 * 4 * square + feed_forward + 3 * norm)
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------------

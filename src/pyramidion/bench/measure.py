@@ -293,14 +293,18 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> dict[str, Any]:
-    """Return the commit of the source, and whether the package differs from it (None: cannot be known)."""
+    """Return the commit of the source, and whether the package differs from it (None: cannot be known).
+
+    A copy of the source may lie inside another repository, whose commit says nothing; PYRAMIDION_COMMIT then names it.
+    """
+    if named := os.environ.get("PYRAMIDION_COMMIT"):
+        return {"commit": named, "dirty": None}
     package = Path(__file__).resolve().parents[1]
     top = _git(package, "rev-parse", "--show-toplevel")
-    # An installed package may lie inside somebody else's repository, whose commit would say nothing.
     ours = top is not None and package == Path(top).resolve() / "src" / package.name
     commit = _git(package, "rev-parse", "HEAD") if ours else None
     if commit is None:
-        return {"commit": os.environ.get("PYRAMIDION_COMMIT", "unknown"), "dirty": None}
+        return {"commit": "unknown", "dirty": None}
     return {"commit": commit, "dirty": bool(_git(package, "status", "--porcelain", "--", "."))}
 
 
