@@ -26,7 +26,7 @@ class LinearScorer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, received: Tensor | None = None) -> Tensor:
         """Score x [b n d] -> [b n]."""
-        with _full_precision(x):
+        with full_precision(x):
             return _affine(self.linear, x).squeeze(-1)  # [b n]
 
 
@@ -44,7 +44,7 @@ class NonlinearScorer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, received: Tensor | None = None) -> Tensor:
         """Score x [b n d] -> [b n]."""
-        with _full_precision(x):
+        with full_precision(x):
             return _affine(self.outer, torch.tanh(_affine(self.inner, x))).squeeze(-1)  # [b n]
 
 
@@ -161,7 +161,7 @@ def whole_number(name: str, value: int, least: int) -> int:
     return value
 
 
-def _full_precision(x: Tensor) -> AbstractContextManager[object]:
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """Switch autocast off where x is; the device `meta`, of shapes without values, has none."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyramidion.attention.layout import Layout
 from pyramidion.attention.local import LocalHeads
+from pyramidion.scoring import full_precision
 
 ALONE = -1e5  # added to a token's product with itself: chosen only where there is nothing else
 NOBODY = -2  # the code of a place without a token: no token's code comes near
@@ -91,7 +92,7 @@ def hashed(query: Tensor, layout: Layout, bucket: int, table: Tensor) -> Tensor:
     opposites.
     """
     half = ((layout.counts + 2 * bucket - 1) // (2 * bucket))[layout.owners][:, None, None, None]  # [B 1 1 1]
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query):
         turned = torch.einsum("bmhe,hrej->bmhrj", query.float(), table)
     others = torch.arange(table.shape[-1], device=layout.device) >= half.unsqueeze(-1)  # [B 1 1 1 half]
     nearest = turned.abs().masked_fill(others, -1).argmax(-1)  # [B m h r]
