@@ -7,10 +7,10 @@ PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-topk clean
+.PHONY: help setup run test check bench bench-topk bench-padding clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.ready ## create .venv and install the pinned packages, unless that is done
 
@@ -26,10 +26,13 @@ check: setup ## lint, formatting, types and the quick tests
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow and not gpu"
 
-bench: bench-topk ## run every benchmark that this machine can run
+bench: bench-topk bench-padding ## run every benchmark that this machine can run
 
 bench-topk: setup ## measure the top-k operators against each other
 	$(BIN)/pyramidion bench topk
+
+bench-padding: setup ## measure documents of mixed lengths in one batch
+	$(BIN)/pyramidion bench padding
 
 clean: ## remove caches and build output; .venv stays
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

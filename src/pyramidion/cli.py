@@ -181,7 +181,7 @@ def topk(
     methods: Annotated[str | None, typer.Option(help="Names separated by commas. [all of them]")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of the vectors; scores stay float32.")] = "float32",
     output: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("benchmarks/results"),
-    budget: Annotated[float | None, typer.Option(help="Seconds one call may take. [1 on a CPU, 0.25 on a GPU]")] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds one call may take. [1 on a CPU, 0.15 on a GPU]")] = None,
     name: Annotated[str, typer.Option(help="What the result files are called, before hardware and date.")] = "topk",
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: seconds, to see it work.")] = False,
 ) -> None:
