@@ -418,6 +418,37 @@ def test_positions_are_counted_from_the_start_of_the_document():
         torch.testing.assert_close(states[0][0, position] - embedded[0, position % 11], expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_norms_stand_behind_the_sums_or_in_front_of_the_sublayers(pre_norm: bool):
+    from pyramidion.attention import Layout
+
+    encoder = model_of("blockwise", pre_norm=pre_norm).get_encoder()
+    layer, layout, x = encoder.layers[0], Layout([11, 11], 11), torch.randn(2, 11, 24)
+    first, second = layer.attention_residual.norm, layer.feed_forward_residual.norm
+    for norm in (first, second):
+        torch.nn.init.normal_(norm.weight)
+
+    def feed(y: Tensor) -> Tensor:
+        return layer.feed_forward.narrow(layer.feed_forward.widen(y).relu())
+
+    if pre_norm:
+        middle = x + layer.attention(first(x), layout)[0]
+        expected = middle + feed(second(middle))
+    else:
+        middle = first(x + layer.attention(x, layout)[0])
+        expected = second(middle + feed(middle))
+    torch.testing.assert_close(layer(x, layout)[0], expected, atol=1e-5, rtol=1e-4)
+    out = encoder(tokens(2, 11), output_hidden_states=True)
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state) == (
+        not pre_norm
+    )  # a last norm, if they come first
+
+
+def test_embeddings_are_scaled_by_the_root_of_the_width():
+    table = model_of().get_input_embeddings()
+    assert torch.equal(table(torch.tensor([5])), table.weight[5:6] * 24**0.5)
+
+
 def test_no_positions_in_the_decoder_by_default():
     model, placed = model_of(), model_of(decoder_positions=True)
     same = torch.full((1, 6), 5)
