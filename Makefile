@@ -7,7 +7,7 @@ PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-topk bench-padding clean
+.PHONY: help setup run test check bench bench-topk bench-padding torture clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ bench-topk: setup ## measure the top-k operators against each other
 
 bench-padding: setup ## measure documents of mixed lengths in one batch
 	$(BIN)/pyramidion bench padding
+
+torture: setup ## kill runs, damage checkpoints, and see that nothing is lost (half an hour)
+	OMP_NUM_THREADS=1 $(BIN)/pyramidion bench torture
 
 clean: ## remove caches and build output; .venv stays
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

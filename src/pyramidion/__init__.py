@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyramidion.configuration_pyramidion import PyramidionConfig
+    from pyramidion.generation import Summarizer
     from pyramidion.modeling_pyramidion import (
         PyramidionEncoderModel,
         PyramidionForConditionalGeneration,
@@ -40,6 +41,7 @@ __all__ = [
     "RandomScorer",
     "Selection",
     "StridedPooler",
+    "Summarizer",
     "__version__",
     "hard_topk",
     "preset",
@@ -55,8 +57,8 @@ def _room(name: str) -> str:
         return "scoring"
     if name.endswith("Pooler"):
         return "pooling"
-    if name == "preset":
-        return "presets"
+    if name in ("preset", "Summarizer"):
+        return {"preset": "presets", "Summarizer": "generation"}[name]
     return "configuration_pyramidion" if name == "PyramidionConfig" else "modeling_pyramidion"
 
 

@@ -172,6 +172,148 @@ def _read(option: str, read: Callable[[Any], Any], value: Any) -> Any:
         _refuse(f"`{option}{quote}{rule}")
 
 
+@main.command()
+def prepare(
+    sources: Annotated[list[str] | None, typer.Argument(help="Files, folders, or datasets.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder to make.")] = ...,  # type: ignore[assignment]
+    format: Annotated[str, typer.Option(help="auto, cohan, jsonl, csv, parquet, text or hf.")] = "auto",
+    document: Annotated[str | None, typer.Option(metavar="COLUMN", help="With the documents. [a usual name]")] = None,
+    summary: Annotated[str | None, typer.Option(metavar="COLUMN", help="With the summaries. [a usual name]")] = None,
+    id: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="With their names. [a usual name, or the line]")
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="What a path is for; repeatable.")
+    ] = None,
+    validation: Annotated[float, typer.Option(help="Share to split off where there is no validation split.")] = 0.05,
+    tokenizer: Annotated[str | None, typer.Option(metavar="PATH", help="One to use. [train one]")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the one that is trained.")] = 32768,
+    on_bad_line: Annotated[
+        str, typer.Option(metavar="fail|skip", help="What to do; either way all are listed.")
+    ] = "fail",
+    max_source: Annotated[int, typer.Option(help="Count documents above so many tokens; nothing is cut.")] = 8192,
+    workers: Annotated[int, typer.Option(help="Processes that tokenize.")] = 2,
+    force: Annotated[bool, typer.Option("--force", help="Replace a finished store.")] = False,
+) -> None:
+    """Turn documents and summaries into tokens on disk, ready for training: any size, in constant memory.
+
+    Reads JSON lines, arXiv and PubMed as published (cohan), CSV, Parquet, folders with NAME.txt and NAME.summary.txt
+    (or `documents` and `summaries`), gz, xz or zst, and what `datasets` loads. Files named for train, val or test are
+    these splits. A bad line is listed as file:line with the reason.
+
+    \b
+    Examples:
+      pyramidion prepare train.jsonl.zst val.jsonl.zst --output corpus
+      pyramidion prepare arxiv-dataset --output arxiv --on-bad-line skip
+      pyramidion prepare table.csv --document body --summary tldr --output corpus
+    """
+    named = [pair.partition("=") for pair in split or []]
+    for name, equals, path in named:
+        if not (name and equals and path):
+            _refuse(f"`--split` must be NAME=PATH, got {name + equals + path!r}.")
+    asked: dict[str, Any] = {"validation": validation, "tokenizer": tokenizer, "vocab_size": vocab_size}
+    asked |= {"on_bad_line": on_bad_line, "max_source": max_source, "workers": workers, "force": force}
+    pairs = [(name, path) for name, _, path in named]
+    _prepare(sources or [], pairs, format, (document, summary, id), output, asked)
+
+
+def _prepare(
+    paths: list[str], named: list[tuple[str, str]], format: str, columns: Any, output: Path, asked: dict[str, Any]
+) -> None:
+    from pyramidion.data.preparation import BadLines, Settings, prepare
+    from pyramidion.data.report import show
+    from pyramidion.data.sources import Columns, describe, find_sources
+    from pyramidion.data.writer import check_output
+
+    try:
+        check_output(output, asked["force"])
+        found, unread = find_sources(paths, named, format, Columns(*columns))
+        settings = Settings(found, output, **asked)
+        for line in describe(found, unread):
+            typer.echo(line, err=True)
+        result = _watch(lambda tell: prepare(settings, tell))
+    except BadLines as error:
+        for line in error.shown:
+            typer.echo(line, err=True)
+        _refuse(str(error))
+    except ValueError as error:
+        _refuse(str(error))
+    except ImportError as error:
+        _refuse(f"`prepare` needs {error.name} for this: pip install 'pyramidion[train]'.")
+    except OSError as error:
+        _refuse(f"`prepare` must be able to read and write its files: {error}.")
+    show(result.report, result.notes, result.store.path, result.text_bytes, result.seconds)
+
+
+@main.command()
+def train(
+    data: Annotated[Path, typer.Option(help="The token store that `pyramidion prepare` wrote.")],
+    output: Annotated[Path, typer.Option(help="Folder of this run; the same command goes on where it was killed.")],
+    preset: Annotated[str | None, typer.Option(help="The model, by name. [small-pyramidion]")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A YAML file with settings of the recipe.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the documents.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Steps of the optimizer; they win over epochs.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Any setting: name=value, repeatedly.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and do nothing.")] = False,
+) -> None:
+    """Train a model to write summaries, from a token store into a folder.
+
+    The recipe of a preset is the paper's; a YAML file and --set change single settings. Killed at any moment, the run
+    goes on from its newest whole checkpoint and ends as if nothing had happened. SIGTERM writes a checkpoint first.
+    Several processes: torchrun --nproc-per-node 2 -m pyramidion.cli train ...
+
+    Example: pyramidion train --preset small-pyramidion --data store --output runs/one --set batch_size=32
+    """
+    from pyramidion.training.recipe import read_recipe
+
+    given = {"preset": preset, "epochs": epochs, "max_steps": max_steps, "device": device}
+    if preset is None and recipe is None:
+        given["preset"] = "small-pyramidion"
+    named = {key: value for key, value in given.items() if value is not None}
+    try:
+        chosen = read_recipe(recipe, {**named, **_assignments(settings or [])})
+    except ValueError as error:
+        _refuse(str(error))
+    if show:
+        import yaml
+
+        typer.echo(yaml.safe_dump(chosen.to_dict(), sort_keys=False), nl=False)
+        return
+    from pyramidion.training.run import TrainingStopped, train
+
+    try:
+        train(chosen, data, output, tell=_tell_once)
+    except ValueError as error:
+        _refuse(str(error))
+    except TrainingStopped as error:
+        typer.echo(f"pyramidion: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _assignments(texts: list[str]) -> dict[str, Any]:
+    import yaml
+
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            _refuse(f"`--set` must be name=value, got {text!r}.")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            found[name] = value
+    return found
+
+
+def _tell_once(text: str) -> None:
+    """Print a line, in the first of several processes."""
+    import os
+
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(text, err=True)
+
+
 @bench.command()
 def topk(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
@@ -237,6 +379,40 @@ def _watch(run: Callable[[Callable[[int, int, str], None]], Any]) -> Any:
 
 
 @bench.command()
+def torture(
+    kills: Annotated[int, typer.Option(help="Runs that are killed, half of them inside saving.")] = 50,
+    damages: Annotated[int, typer.Option(help="Files that are damaged: bits flipped, shortened, removed.")] = 1000,
+    terms: Annotated[int, typer.Option(help="Runs that get SIGTERM, half of them with two processes.")] = 30,
+    steps: Annotated[int, typer.Option(help="Steps of a run.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of the moments and places.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("benchmarks/results"),
+) -> None:
+    """Kill training runs, damage their checkpoints, and see that nothing is lost.
+
+    Every run is resumed and compared, to the bit, with one that nobody interrupted. Writes JSON and a Markdown table.
+
+    Example: pyramidion bench torture --kills 4 --damages 100 --terms 4
+    """
+    import tempfile
+
+    from pyramidion.bench.measure import machine
+    from pyramidion.bench.torture import Settings, run, write
+
+    for name, value in {"kills": kills, "damages": damages, "terms": terms, "steps": steps}.items():
+        if value < 1:
+            _refuse(f"`--{name}` must be at least 1, got {value}.")
+    settings = Settings(kills=kills, damages=damages, terms=terms, steps=steps, seed=seed)
+    with tempfile.TemporaryDirectory() as folder:
+        result = _watch(lambda tell: run(settings, Path(folder), tell))
+    written = write(result, machine("cpu"), output, "torture")
+    typer.echo(written[1].read_text())
+    for path in written:
+        typer.echo(path)
+    if any(row["survived"] != row["tried"] for row in result["rows"]):
+        raise typer.Exit(1)
+
+
+@bench.command()
 def padding(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     presets: Annotated[str | None, typer.Option(help="Names separated by commas. [two that suit the device]")] = None,
@@ -273,7 +449,134 @@ def padding(
         typer.echo(path)
 
 
+@main.command()
+def evaluate(
+    model: Annotated[Path | None, typer.Option(help="Folder of the model to write with.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Token store, from `pyramidion prepare`.")] = None,
+    split: Annotated[str, typer.Option(help="The part of the store to summarise.")] = "val",
+    predictions: Annotated[Path | None, typer.Option(help="Instead of a model: JSON lines to score.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Another run's folder, or file, to test against.")] = None,
+    baselines: Annotated[str, typer.Option(help="lead, lexrank, both by a comma, or nothing.")] = "",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many documents.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write to. [evaluation-SPLIT in the model's]")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Cut documents to so many tokens. [whole]")] = None,
+    num_beams: Annotated[int | None, typer.Option(help="Beams. [the model folder's; 2 deep, 8 shallow]")] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(help="Tokens to write at least. [so; 72]")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to write at most. [so; 966]")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="Above 0 favours long summaries. [so; 1]")] = None,
+    no_repeat_ngram_size: Annotated[int | None, typer.Option(help="Never write so many words twice. [so; off]")] = None,
+    batch_size: Annotated[int, typer.Option(help="Documents at once.")] = 8,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of the weights. [as saved]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that score. [one for each core, at most 8]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON, for a program.")] = False,
+) -> None:
+    """Summarise a split and score it: ROUGE with intervals, baselines, differences, repetition.
+
+    A run that was killed goes on where it was when it is started again.
+
+    \b
+    How good is a model, and is it better than what costs nothing?
+      pyramidion evaluate --model runs/mine --data stores/elife --baselines lead,lexrank
+    Is the difference between two runs chance?
+      pyramidion evaluate --predictions runs/a/evaluation-val --compare runs/b/evaluation-val
+    """
+    if (model is None) == (predictions is None):
+        _refuse(f"Exactly one of `--model` and `--predictions` must be given, got {'both' if model else 'neither'}.")
+    if model is not None and data is None:
+        _refuse("`--data` must name a token store for the model to read, got none.")
+    for option, number in {"limit": limit, "batch-size": batch_size, "workers": workers}.items():
+        if number is not None and number < 1:
+            _refuse(f"`--{option}` must be at least 1, got {number}.")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        _refuse(f"`--dtype` must be float32, bfloat16 or float16, got {dtype!r}.")
+    given = {"num_beams": num_beams, "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens}
+    options = {**given, "length_penalty": length_penalty, "no_repeat_ngram_size": no_repeat_ngram_size}
+    named = tuple(filter(None, baselines.split(",")))
+    source: dict[str, Any] = {"data": data, "split": split, "limit": limit, "baselines": named, "output": output}
+    if model is not None:
+        source |= {"model": model, "device": device, "dtype": dtype, "batch_size": batch_size, "max_length": max_length}
+        source |= {"options": options, "output": output or model / f"evaluation-{split}"}
+    try:
+        _evaluate(source, predictions, compare, workers, as_json)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+
+
+def _evaluate(
+    source: dict[str, Any], file: Path | None, compare: Path | None, workers: int | None, as_json: bool
+) -> None:
+    import json
+    import os
+
+    from pyramidion.evaluation.baselines import check_baselines
+    from pyramidion.evaluation.run import Plan, from_file, open_split, read_predictions, run, write_scores
+    from pyramidion.evaluation.scores import score, to_markdown
+
+    check_baselines(source["baselines"])
+    if compare is not None:
+        read_predictions(compare)  # a wrong name is said before the work, not after it
+    output = source["output"]
+    if file is None:
+        evaluation = _watch(lambda tell: run(Plan(**source), tell))
+    else:
+        data, split = source.pop("data"), source.pop("split")
+        opened = None if data is None else open_split(data, split)[1]
+        evaluation = _watch(lambda tell: from_file(file, tell, split=opened, **source))
+    processes = min(os.cpu_count() or 1, 8) if workers is None else workers
+    scores = _watch(lambda tell: score(evaluation, compare, workers=processes, tell=tell))
+    table = to_markdown(scores)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows a question mark
+    typer.echo(json.dumps(scores, indent=1) if as_json else table)
+    for warning in scores["warnings"]:
+        typer.echo(f"pyramidion: {warning}", err=True)
+    for path in write_scores(output, scores, table) if output is not None else ():
+        typer.echo(path, err=True)
+
+
+@main.command()
+def summarize(
+    model: Annotated[Path, typer.Option(help="Folder of the model to write with.")],
+    paths: Annotated[list[str] | None, typer.Argument(help="Texts, folders, .jsonl files; -: standard input.")] = None,
+    output: Annotated[Path | None, typer.Option(help="A file, or a folder with a file for each document.")] = None,
+    format: Annotated[str | None, typer.Option(help="text or jsonl. [jsonl for a file called so, else text]")] = None,
+    field: Annotated[str, typer.Option(help="Of a JSON object, the field with the text.")] = "document",
+    max_length: Annotated[int | None, typer.Option(help="Cut documents to so many tokens, and say so. [whole]")] = None,
+    num_beams: Annotated[int | None, typer.Option(help="Beams. [the model folder's; 2 deep, 8 shallow]")] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(help="Tokens to write at least. [so; 72]")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to write at most. [so; 966]")] = None,
+    batch_size: Annotated[int, typer.Option(help="Documents at once; 1 writes each before the next is read.")] = 8,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the output of a run that was ended.")] = False,
+) -> None:
+    """Summarise texts of any length: in order, written as they come.
+
+    A document that cannot be summarised is reported, the others go on. Exit code 1: some failed; 2: a wrong call.
+
+    \b
+      pyramidion summarize report.txt --model runs/mine
+      pyramidion summarize articles/ --model runs/mine --output summaries.jsonl --resume
+      cat articles.jsonl | pyramidion summarize - --field article --format jsonl --model runs/mine
+    """
+    from pyramidion.generation.command import Call, run
+
+    given = {"num_beams": num_beams, "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens}
+    options = {"batch_size": batch_size, "max_length": max_length, **given}
+    call = Call(tuple(paths or ()), model, output, format, field, device, resume, options)
+    try:
+        failed = run(call, lambda said: typer.echo(f"pyramidion: {said}", err=True))
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    if failed:
+        raise typer.Exit(failed)
+
+
 def _refuse(message: str) -> NoReturn:
     """End with one line that names the rule and the value, and the exit code of a wrong call."""
     typer.echo(f"pyramidion: {message}", err=True)
     raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""From examples to the tensors of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyramidion.data.store import Example
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100  # what a loss leaves out
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Cut, end and pad: a document of n tokens enters as its first `max_source` - 1 and an end, a summary likewise.
+
+    Each tensor is as long as its longest row. `attention_mask` is 1 for a real token; labels are padded with -100.
+    """
+
+    pad: int = 0
+    eos: int = 2
+    max_source: int = 8192
+    max_target: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_source", "max_target"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+        """Collate examples of one batch."""
+        import torch
+
+        if not examples:
+            raise ValueError("`examples` must hold at least one, got none.")
+        source, real = self._rows([example.document for example in examples], self.max_source, self.pad)
+        labels, _ = self._rows([example.summary for example in examples], self.max_target, IGNORED)
+        tensors = {"input_ids": source, "attention_mask": real, "labels": labels}
+        return {name: torch.from_numpy(array) for name, array in tensors.items()}
+
+    def _rows(self, rows: Sequence[np.ndarray], longest: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
+        lengths = np.array([min(len(row), longest - 1) + 1 for row in rows])
+        filled = np.full((len(rows), lengths.max()), filler, dtype=np.int64)  # [b n]
+        for target, row, length in zip(filled, rows, lengths, strict=True):
+            target[: length - 1] = row[: length - 1]
+            target[length - 1] = self.eos
+        return filled, (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)

@@ -1,0 +1,1 @@
+"""Training that loses nothing: a recipe, a run, checkpoints that survive."""

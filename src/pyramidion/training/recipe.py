@@ -1,0 +1,163 @@
+"""The recipe of a run: every setting of training, from a YAML file or from the command line, none of them unknown."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from pyramidion.configuration_pyramidion import PyramidionConfig
+from pyramidion.presets import find, preset
+
+ON_NAN = ("stop", "skip")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Say how a model is trained. The defaults are the paper's (appendix, tables of hyperparameters).
+
+    preset, model           a model by name, with single settings changed; or `init_from`, a folder to go on from
+    max_source, max_target  tokens a document and its summary are cut to; by default what the model is for, and 512
+    batch_size              documents in one step of the optimizer, over all processes and accumulated parts
+    device_batch            documents computed at once in one process
+    epochs, max_steps       how long; steps win where both are given
+    learning_rate, warmup_steps, weight_decay, max_grad_norm    Adam's, the rate constant after the warm-up
+    evaluate_every, patience, evaluate_limit    epochs between validations, validations without progress before the
+                            end, documents used in each
+    save_every, keep        steps between checkpoints, and how many stay
+    on_nan                  `stop` when loss or gradients are not finite, or `skip` that step
+    """
+
+    preset: str = "deep-pyramidion"
+    model: dict[str, Any] | None = None
+    init_from: str | None = None
+    max_source: int | None = None
+    max_target: int = 512
+    batch_size: int = 256
+    device_batch: int = 4
+    epochs: float = 100.0
+    max_steps: int | None = None
+    learning_rate: float = 5e-4
+    warmup_steps: int = 5000
+    weight_decay: float = 0.1
+    adam_beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    seed: int = 0
+    evaluate_every: int = 3
+    evaluate_limit: int | None = None
+    patience: int = 7
+    metric: str = "rouge1"
+    generation: dict[str, Any] | None = None
+    log_every: int = 10
+    save_every: int = 500
+    keep: int = 2
+    on_nan: str = "stop"
+    bf16: bool = False
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    fsdp: bool = False
+    tensorboard: bool = False
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_target", "batch_size", "device_batch", "evaluate_every", "patience", "log_every"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("save_every", "keep", "max_source", "max_steps", "evaluate_limit"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("warmup_steps", "seed", "weight_decay", "max_grad_norm", "label_smoothing"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("learning_rate", "epochs"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
+        for name, allowed in {"on_nan": ON_NAN, "device": ("auto", "cpu", "cuda")}.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        find(self.preset)
+
+    def config(self, vocabulary: int) -> PyramidionConfig:
+        """Make the configuration of the model, for a vocabulary of that size."""
+        return preset(self.preset, **{"vocab_size": vocabulary, **(self.model or {})})
+
+    def accumulation(self, world: int) -> int:
+        """Count the parts of a batch that are computed one after the other, in each of `world` processes."""
+        parts, rest = divmod(self.batch_size, self.device_batch * world)
+        if rest or not parts:
+            raise ValueError(
+                f"`batch_size` must be a multiple of `device_batch` times the number of processes, "
+                f"got {self.batch_size}, {self.device_batch} and {world}."
+            )
+        return parts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give every setting, ready for YAML or JSON."""
+        return asdict(self)
+
+
+def default_recipe(name: str) -> Recipe:
+    """Give a preset's own recipe: the paper's, with warm-up for the deep models, and a light one for the small."""
+    recipe = Recipe(preset=name)
+    if find(name).paper is None:  # small ones, for a CPU
+        return replace(recipe, batch_size=16, device_batch=4, warmup_steps=100, max_target=256, save_every=100)
+    return recipe if name.startswith("deep") else replace(recipe, warmup_steps=0)
+
+
+def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
+    """Read a YAML file, put what was `given` over it, and both over the preset's own recipe."""
+    settings = {**(_load(path) if path else {}), **given}
+    base = default_recipe(settings.get("preset", Recipe.preset))
+    return replace(base, **_checked(settings, path))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"The recipe must be a file that exists, got {str(path)!r}.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"The recipe {str(path)!r} must be YAML: {' '.join(str(error).split())}.") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ValueError(f"The recipe {str(path)!r} must be settings with values, got {type(loaded).__name__}.")
+    return loaded
+
+
+def _checked(settings: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+    """Refuse unknown settings and wrong types, and read numbers that YAML takes for text, like 5e-4."""
+    kinds = get_type_hints(Recipe)
+    where = f" in {str(path)!r}" if path else ""
+    checked = {}
+    for name, value in settings.items():
+        if name not in kinds:
+            near = difflib.get_close_matches(str(name), list(kinds), 1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise ValueError(f"`{name}` is not a setting of a recipe{where}, got {value!r}.{hint}")
+        checked[name] = _convert(name, value, kinds[name])
+    return checked
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    allowed = tuple(getattr(option, "__origin__", option) for option in (get_args(kind) or (kind,)))
+    if float in allowed and not isinstance(value, bool):
+        if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                pass
+        elif isinstance(value, int):
+            return float(value)
+    if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, allowed):
+        wanted = " or ".join("nothing" if option is type(None) else option.__name__ for option in allowed)
+        raise ValueError(f"`{name}` must be of type {wanted}, got {value!r}.")
+    return value
+
+
+def _at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+
+
+SETTINGS = tuple(field.name for field in fields(Recipe))

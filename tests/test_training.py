@@ -1,0 +1,269 @@
+"""Training loses nothing: resumed runs, broken checkpoints, NaN, full disks, signals, two processes as one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+from typer.testing import CliRunner
+
+from pyramidion import cli
+from pyramidion.bench import torture
+from pyramidion.training import run as runs
+from pyramidion.training.checkpoint import Checkpoints, verify
+from pyramidion.training.recipe import Recipe, default_recipe, read_recipe
+from pyramidion.training.run import train
+from pyramidion.training.trainer import PyramidionTrainer, TrainingStopped
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pin_memory.*:UserWarning", "ignore:.*fork.*:DeprecationWarning", "ignore:.*lr_scheduler.*:UserWarning"
+)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return torture.make_store(tmp_path_factory.mktemp("corpus") / "store")
+
+
+def small(**changes: Any) -> Recipe:
+    return replace(torture.recipe(torture.Settings(steps=6), 1), **changes)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Recipes
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_paper_is_the_default_of_its_presets():
+    deep, shallow, light = map(default_recipe, ("deep-pyramidion", "row-24", "small-pyramidion"))
+    for recipe in (deep, shallow):
+        assert (recipe.learning_rate, recipe.weight_decay, recipe.batch_size) == (5e-4, 0.1, 256)
+        assert (recipe.evaluate_every, recipe.patience) == (3, 7)
+        assert recipe.config(1000).dropout == 0.1
+    assert (deep.warmup_steps, shallow.warmup_steps) == (5000, 0)
+    assert light.batch_size == 16
+
+
+def test_a_recipe_is_read_strictly(tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("preset: row-8\nlearning_rate: 3e-4\nbatch_size: 64\nmodel: {vocab_size: 99}\nmax_source: 100\n")
+    recipe = read_recipe(path, {"batch_size": 32})
+    assert (recipe.preset, recipe.learning_rate, recipe.batch_size, recipe.max_source) == ("row-8", 3e-4, 32, 100)
+    assert recipe.config(1000).vocab_size == 99
+    assert read_recipe(None, recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnin_rate: 1", "`learnin_rate` is not a setting of a recipe .* Did you mean `learning_rate`\\?"),
+        ("batch_size: many", "`batch_size` must be of type int, got 'many'"),
+        ("batch_size: true", "`batch_size` must be of type int, got True"),
+        ("batch_size: 0", "`batch_size` must be at least 1, got 0"),
+        ("bf16: 1", "`bf16` must be of type bool, got 1"),
+        ("on_nan: hope", "`on_nan` must be one of stop, skip, got 'hope'"),
+        ("learning_rate: -1", "`learning_rate` must be above 0, got -1.0"),
+        ("preset: row-99", "got 'row-99'"),
+        ("- a list", "must be settings with values, got list"),
+        ("a: [b", "must be YAML"),
+    ],
+)
+def test_a_wrong_recipe_is_refused(text: str, message: str, tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_recipe(path, {})
+
+
+def test_a_batch_is_parts_times_processes():
+    assert small(batch_size=24, device_batch=4).accumulation(2) == 3
+    with pytest.raises(ValueError, match=r"`batch_size` must be a multiple .* got 24, 5 and 2"):
+        small(batch_size=24, device_batch=5).accumulation(2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_a_model_and_is_not_run_twice(store: Path, tmp_path: Path):
+    told: list[str] = []
+    outcome = train(small(), store, tmp_path / "run", tell=told.append)
+    assert (outcome.state, outcome.step) == ("finished", 6)
+    assert verify(tmp_path / "run" / "model") == []
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.model_type == "pyramidion"
+    assert [line["step"] for line in metrics(tmp_path / "run") if "loss" in line] == [2, 4, 6]
+    assert any("eval_rouge1" in line for line in metrics(tmp_path / "run"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    again = train(small(), store, tmp_path / "run", tell=told.append)
+    assert again.state == "before"
+    assert "finished at step 6" in told[-1]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_another_run_in_the_same_folder_is_refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(PyramidionTrainer, "train", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(small(), store, tmp_path, tell=silent)
+    with pytest.raises(ValueError, match=r"holds another run: `learning_rate` was .* and is 0.1"):
+        train(small(learning_rate=0.1), store, tmp_path, tell=silent)
+    with pytest.raises(ZeroDivisionError):
+        train(small(log_every=1), store, tmp_path, tell=silent)  # what does not change the result may change
+
+
+@pytest.mark.slow
+def test_a_little_torture(tmp_path: Path):
+    """The quick form of `make torture`."""
+    result = torture.run(torture.Settings(kills=4, damages=60, terms=4, steps=6), tmp_path)
+    for row in result["rows"]:
+        assert row["survived"] == row["tried"], row
+    assert [row["tried"] for row in result["rows"]] == [2, 2, 2, 2, 60]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_loss_of_one_with_the_doubled_batch(store: Path, tmp_path: Path):
+    still = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    found = []
+    for world, part in ((1, 8), (2, 4)):
+        folder = tmp_path / str(world)
+        recipe = small(model=still, device_batch=part, batch_size=8, log_every=1)
+        assert torture._join(torture.start(recipe, store, folder, world)) == [0] * world
+        found.append(metrics(folder))
+    for one, two in zip(*found, strict=True):
+        assert one.keys() == two.keys()
+        assert one == pytest.approx(two, rel=1e-2, abs=1e-5)  # a tie that rounding decides moves the gradient's norm
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(two["loss"], rel=1e-6 if one["step"] < 3 else 1e-4)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Make the loss of one step not a number."""
+    honest = PyramidionTrainer.compute_loss
+
+    def compute_loss(self: PyramidionTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = honest(self, *args, **kwargs)
+        return loss * torch.nan if self.state.global_step + 1 == at else loss
+
+    monkeypatch.setattr(PyramidionTrainer, "compute_loss", compute_loss)
+
+
+def test_not_a_number_stops_with_whole_weights(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    poison(monkeypatch, 5)
+    with pytest.raises(TrainingStopped, match=r"The gradient of step 5 is not finite .* weights are those of step 4"):
+        train(small(), store, tmp_path, tell=silent)
+    newest, wrong = Checkpoints(tmp_path / "checkpoints").newest_valid()
+    assert newest is not None
+    assert newest.name == "checkpoint-3"
+    assert wrong == []
+    model = AutoModelForSeq2SeqLM.from_pretrained(newest)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_step_that_is_not_finite_may_be_skipped(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    poison(monkeypatch, 5)
+    assert train(small(on_nan="skip"), store, tmp_path, tell=silent).state == "finished"
+    assert json.loads((tmp_path / "finished.json").read_text())["skipped"] == 1
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    honest, count = os.fsync, [0]
+
+    def fsync(handle: int) -> None:
+        count[0] += (tmp_path / "checkpoints" / "checkpoint-3").exists()
+        if count[0] > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        honest(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(TrainingStopped, match=r"No space is left in .* to save step 6; checkpoint-3 is whole"):
+            train(small(), store, tmp_path, tell=silent)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint-3"]
+    assert train(small(), store, tmp_path, tell=silent).state == "finished"
+
+
+def test_a_broken_checkpoint_is_named_and_the_one_before_used(store: Path, tmp_path: Path):
+    whole = tmp_path / "whole"
+    train(small(), store, whole, tell=silent)
+    broken = tmp_path / "broken"
+    train(small(), store, broken, tell=silent)
+    (broken / "finished.json").unlink()
+    weights = broken / "checkpoints" / "checkpoint-6" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    told: list[str] = []
+    assert train(small(), store, broken, tell=told.append).state == "finished"
+    assert any(line.startswith("checkpoint-6/model.safetensors has changed") for line in told)
+    assert "Resuming from checkpoint-3." in told
+    assert torture.digest(broken) == torture.digest(whole)
+
+
+def test_the_best_is_kept_and_patience_ends_a_run(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scores = iter([1.0, 3.0, 2.0, 2.5, 9.0])
+    seen: list[torch.Tensor] = []
+
+    def score(model: torch.nn.Module) -> dict[str, float]:
+        seen.append(next(model.parameters()).detach().clone())
+        return {"rouge1": next(scores)}
+
+    monkeypatch.setattr(runs, "_scoring", lambda *_: score)
+    monkeypatch.setattr(torture, "recipe", torture.recipe)
+    epoch = small(max_steps=None, epochs=5, patience=2, evaluate_every=1, save_every=100)
+    outcome = train(epoch, store, tmp_path, tell=silent)
+    done = json.loads((tmp_path / "finished.json").read_text())
+    assert done["best"] == 3.0
+    assert len(seen) == 4  # two without progress, and the end
+    assert done["step"] == outcome.step == 2 * done["best_step"]
+    kept = next(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").parameters())
+    assert torch.equal(kept, seen[1])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.main, ["train", *map(str, arguments)])
+
+
+def test_the_command_shows_its_recipe():
+    done = invoke("--data", "x", "--output", "y", "--preset", "row-8", "--set", "learning_rate=1e-3", "--show")
+    assert done.exit_code == 0
+    assert "learning_rate: 0.001\n" in done.stdout
+    assert "preset: row-8\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "batchsize=3"], "Did you mean `batch_size`?"),
+        (["--set", "batch_size"], "`--set` must be name=value, got 'batch_size'."),
+        (["--preset", "row-99"], "got 'row-99'"),
+        (["--recipe", "nowhere.yaml"], "The recipe must be a file that exists, got 'nowhere.yaml'."),
+        ([], "nowhere"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: list[str], message: str, tmp_path: Path):
+    done = invoke("--data", tmp_path / "nowhere", "--output", tmp_path / "run", *arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("pyramidion: ")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
