@@ -316,6 +316,10 @@ def _pool(settings: Settings, begin: tuple[Any, ...]) -> Iterator[ProcessPoolExe
         yield pool
     except BrokenProcessPool:
         raise ValueError("`--workers` must fit into memory: a worker was ended from outside. Try fewer.") from None
+    except BaseException:  # Ctrl-C among them: a worker that is just starting may never answer, so none is waited for
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
