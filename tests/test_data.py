@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -665,6 +666,12 @@ def test_validation_is_split_off_by_content(tmp_path: Path, tokenizer_folder: st
     assert {found.id for found in again["val"]} == ids["val"]
 
 
+def test_validation_that_takes_all_is_refused(tmp_path: Path):
+    path = write_jsonl(tmp_path / "all.jsonl", RECORDS[:1])
+    with pytest.raises(ValueError, match="`--validation` must leave something to train on"):
+        run([path], tmp_path / "out", validation=0.9999)
+
+
 def test_nothing_is_split_off_where_there_is_validation(folder: Path, tmp_path: Path, tokenizer_folder: str):
     store = run([folder], tmp_path / "out", validation=0.5, tokenizer=tokenizer_folder)
     assert len(store["train"]) == 31
@@ -694,6 +701,16 @@ def test_unusual_names_are_refused(tmp_path: Path):
     done = invoke(path, "--output", tmp_path / "out")
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "which are x, y; and none has a usual name (article_text, article, document, text" in done.stderr
+
+
+def test_odd_columns_are_shown_on_one_line(tmp_path: Path):
+    (tmp_path / "train.csv").write_bytes(
+        b'a,"b\nc",\xff,' + b"d" * 99 + b"".join(b",x%d" % i for i in range(40)) + b"\n1\n"
+    )
+    done = invoke(tmp_path / "train.csv", "--output", tmp_path / "out")
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert rf"which are a, 'b\nc', '\udcff', {'d' * 37}..., x0, x1" in done.stderr
+    assert "x25 and 14 more; and none has a usual name" in done.stderr
 
 
 def test_ids(tmp_path: Path, tokenizer_folder: str):
@@ -860,6 +877,13 @@ def test_parquet_rows_are_numbered(tmp_path: Path, tokenizer_folder: str):
     with pytest.raises(BadLines) as caught:
         run([tmp_path / "numbers.parquet"], tmp_path / "out", tokenizer=tokenizer_folder)
     assert caught.value.shown[0].endswith("numbers.parquet:1: `text` must be a list of texts, but a number is in it")
+    kept = pyarrow.array([b"\xef\xbb\xbfkept", b"bad \xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": kept, "summary": ["x", "y"]}), tmp_path / "bytes.parquet")
+    bytes_ = run(
+        [tmp_path / "bytes.parquet"], tmp_path / "b", validation=0, on_bad_line="skip", tokenizer=tokenizer_folder
+    )
+    assert bytes_["train"].document_text(0) == "\ufeffkept"
+    assert (tmp_path / "b" / "bad_lines.txt").read_text() == f"{tmp_path}/bytes.parquet:2: bad UTF-8 at byte 5\n"
     rows = {"text": [["a", "b"], None, [""], ["c"]], "summary": ["x", "y", "z", None]}
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.table(rows), path)
@@ -935,9 +959,9 @@ def test_a_table_without_rows_is_an_error(tmp_path: Path, folder: Path, tokenize
     pyarrow.parquet.write_table(
         pyarrow.table({"text": pyarrow.array([], "string"), "summary": []}), tmp_path / "t.parquet"
     )
-    for name in ("train.csv", "t.parquet"):
+    for name, chosen in product(("train.csv", "t.parquet"), ([], ["--tokenizer", tokenizer_folder])):
         named = ["--split", f"train={tmp_path / name}"]
-        done = invoke(*named, "--output", tmp_path / "out", "--tokenizer", tokenizer_folder, "--workers", 1)
+        done = invoke(*named, "--output", tmp_path / "out", *chosen, "--workers", 1)
         assert (done.exit_code, done.stderr.splitlines()[-1]) == (
             2,
             f"pyramidion: `{tmp_path / name}` must hold something, but it has no records.",

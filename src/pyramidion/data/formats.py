@@ -16,6 +16,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -195,27 +196,39 @@ def _csv_batches(source: Source) -> Iterator[Batch]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _parquet(source: Source) -> Any:
+@contextmanager
+def _parquet(source: Source) -> Iterator[Any]:
     """Open a file without reading ahead: memory is that of a page, not of a row group."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(source.path, pre_buffer=False, memory_map=True)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        with pyarrow.parquet.ParquetFile(source.path, pre_buffer=False, memory_map=True) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(f"`{source.path}` must be a whole Parquet file: {reason}.") from error
 
 
 def _parquet_columns(source: Source) -> list[str]:
-    return list(_parquet(source).schema_arrow.names)
+    with _parquet(source) as file:
+        return list(file.schema_arrow.names)
 
 
 def _parquet_batches(source: Source) -> Iterator[Batch]:
-    file = _parquet(source)
     names = list(dict.fromkeys(filter(None, source.fields[:3])))
-    tables = (part.to_pydict() for part in file.iter_batches(AT_ONCE, columns=names, use_threads=False))
-    return _batched(source, _table_rows(source, tables, file.metadata.num_rows))
+    with _parquet(source) as file:
+        parts = file.iter_batches(AT_ONCE, columns=names, use_threads=False)
+        tables = ({name: _undecoded(part[name]) for name in names} for part in parts)
+        yield from _batched(source, _table_rows(source, tables, file.metadata.num_rows))
+
+
+def _undecoded(column: Any) -> list[Any]:
+    """Take texts as bytes, so that one that is not UTF-8 is a bad line and not the end."""
+    import pyarrow
+
+    text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+    return list((column.cast(pyarrow.large_binary()) if text else column).to_pylist())
 
 
 def _table_rows(source: Source, tables: Iterable[dict[str, list[Any]]], count: int) -> Iterator[tuple[Row, float]]:
@@ -302,7 +315,7 @@ def _text_rows(source: Source) -> Iterator[tuple[Row, float]]:
             )
             yield Row(f"{document or summary}:1", name, reason=lacking), 0
             continue
-        values = [b"".join(data for data, _ in blocks(path)) for path in (document, summary)]
+        values = [b"".join(data for data, _ in blocks(path)).removeprefix(BOM) for path in (document, summary)]
         yield Row(f"{document}:1", name, (*values, None)), document.stat().st_size + summary.stat().st_size
 
 

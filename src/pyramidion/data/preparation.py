@@ -108,7 +108,9 @@ def prepare(settings: Settings, tell: Tell = lambda done, total, what: None) -> 
             tokenizer = _tokenizer(settings, tell)
             written = _write(settings, folder, tokenizer, bad, tell)
         except _Stopped:
-            _list_all(settings, bad, tell)
+            _check_records(settings.sources, _list_all(settings, bad, tell))
+            if not bad.shown:
+                raise ValueError("`--validation` must leave something to train on, but it took all there is.") from None
             bad.move(beside)
             raise bad.error(settings.on_bad_line) from None
         report, notes = _account(settings, folder, written, bad)
@@ -165,16 +167,20 @@ class BadLog:
         return BadLines(f"{rule}, got {what}{hint}.", self.shown, self.path)
 
 
-def _list_all(settings: Settings, bad: BadLog, tell: Tell) -> None:
-    """Read everything once more without tokenizing it, so that all bad lines are known."""
+def _list_all(settings: Settings, bad: BadLog, tell: Tell) -> Counter[Source]:
+    """Read everything once more without tokenizing it, so that all bad lines are known; count records."""
     bad.clear()
     worker = Worker(None, 0.0)
+    counts: Counter[Source] = Counter()
     total, done = sum(source.size for source in settings.sources), 0
     for source in settings.sources:
         for batch in source.batches():
-            bad.add(source.split, worker.check(batch)[1])
+            groups, found = worker.check(batch)
+            bad.add(source.split, found)
+            counts[source] += len(found) + sum(map(len, groups.values()))
             done += batch.read
             tell(done >> 20, total >> 20, f"listing bad lines: {bad.splits.total():,}")
+    return counts
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def _text(value: Any, name: str) -> str:
 
 def _decoded(data: bytes) -> str:
     try:
-        return data.removeprefix(BOM).decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise BadLine(f"bad UTF-8 at byte {error.start + 1}") from None
 
@@ -99,6 +99,8 @@ def _unicode(text: str, name: str) -> str:
 
 def _id(row: Row, fields: Fields) -> str:
     found = row.values[2]
+    if isinstance(found, bytes):
+        found = _decoded(found)
     if isinstance(found, str | int) and not isinstance(found, bool) and found != "":
         return _unicode(str(found), str(fields.id))
     if fields.demanded:
@@ -138,7 +140,7 @@ def json_object(line: bytes) -> dict[str, Any]:
     """Read one JSON object, or raise BadLine."""
     if not line.strip():
         raise BadLine("the line is empty")
-    text = _decoded(line)
+    text = _decoded(line.removeprefix(BOM))
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

@@ -16,6 +16,7 @@ SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "tes
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 DOCUMENTS = ("article_text", "article", "document", "text", "source", "body", "content")
 SUMMARIES = ("abstract_text", "abstract", "summary", "highlights", "target")
+MOST = 30  # columns that are named where none fits
 IDS = ("id", "article_id", "doc_id", "document_id", "guid", "key")
 COHAN = Fields("article_text", "abstract_text")
 SUFFIX_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv"}
@@ -198,5 +199,12 @@ def _choose(source: Source, known: Sequence[str], option: str, asked: str | None
     chosen = next((name for name in names if name in known), None)
     if chosen is None:
         what = f"got {asked!r}" if asked is not None else f"and none has a usual name ({', '.join(names)})"
-        raise ValueError(f"`--{option}` must be a column of {source.path!r}, which are {', '.join(known)}; {what}.")
+        which = ", ".join(map(_shown, known[:MOST])) + (f" and {len(known) - MOST} more" if len(known) > MOST else "")
+        raise ValueError(f"`--{option}` must be a column of {source.path!r}, which are {which}; {what}.")
     return chosen
+
+
+def _shown(name: str) -> str:
+    """Write the name of a column on one line, whatever it is."""
+    plain = name if name.isprintable() and name.strip() else ascii(name)
+    return plain if len(plain) <= 40 else f"{plain[:37]}..."
