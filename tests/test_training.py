@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from pyramidion import cli
 from pyramidion.bench import torture
+from pyramidion.data import Collator, TokenStore
+from pyramidion.training import account as accounts
 from pyramidion.training import run as runs
 from pyramidion.training.checkpoint import Checkpoints, verify
 from pyramidion.training.recipe import Recipe, default_recipe, read_recipe
@@ -127,6 +129,11 @@ def test_another_run_in_the_same_folder_is_refused(store: Path, tmp_path: Path, 
         train(small(log_every=1), store, tmp_path, tell=silent)  # what does not change the result may change
 
 
+def test_sharing_parameters_out_needs_gpus(store: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="`fsdp` must be started by torchrun, on GPUs"):
+        train(small(fsdp=True), store, tmp_path, tell=silent)
+
+
 @pytest.mark.slow
 def test_a_little_torture(tmp_path: Path):
     """The quick form of `make torture`."""
@@ -223,8 +230,7 @@ def test_the_best_is_kept_and_patience_ends_a_run(store: Path, tmp_path: Path, m
         seen.append(next(model.parameters()).detach().clone())
         return {"rouge1": next(scores)}
 
-    monkeypatch.setattr(runs, "_scoring", lambda *_: score)
-    monkeypatch.setattr(torture, "recipe", torture.recipe)
+    monkeypatch.setattr(runs, "validation", lambda *_: score)
     epoch = small(max_steps=None, epochs=5, patience=2, evaluate_every=1, save_every=100)
     outcome = train(epoch, store, tmp_path, tell=silent)
     done = json.loads((tmp_path / "finished.json").read_text())
@@ -233,6 +239,94 @@ def test_the_best_is_kept_and_patience_ends_a_run(store: Path, tmp_path: Path, m
     assert done["step"] == outcome.step == 2 * done["best_step"]
     kept = next(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").parameters())
     assert torch.equal(kept, seen[1])
+
+
+def test_validation_measures_loss_and_rouge_as_one_would_by_hand(store: Path, tmp_path: Path):
+    """Against a loop over single documents, with the losses of `forward` itself."""
+    recipe = small(evaluate_first=True, evaluate_limit=5, device_batch=2, metric="loss")
+    train(recipe, store, tmp_path, tell=silent)
+    opened = TokenStore.open(store)
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    collate = Collator(pad=0, eos=model.config.eos_token_id, max_source=512, max_target=recipe.max_target)
+    summed = tokens = 0.0
+    with torch.no_grad():
+        for i in range(5):
+            batch = collate([opened["val"][i]])
+            count = batch["labels"].numel()
+            summed, tokens = summed + count * float(model(**batch).loss), tokens + count
+    validations = [line for line in metrics(tmp_path) if "eval_loss" in line]
+    assert validations[0]["step"] == 0
+    best = min(validations, key=lambda line: line["eval_loss"])
+    assert best["step"] == json.loads((tmp_path / "finished.json").read_text())["best_step"] > 0
+    assert best["eval_loss"] == pytest.approx(summed / tokens, rel=1e-5)
+    assert {"eval_rouge1", "eval_rouge2", "eval_rougeL", "eval_rougeLsum"} <= best.keys()
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("linear", 1 / 4), ("cosine", 0.1464)])
+def test_the_rate_follows_its_schedule(schedule: str, last: float, store: Path, tmp_path: Path):
+    recipe = small(schedule=schedule, log_every=1, warmup_steps=2, evaluate_every=99.0)
+    train(recipe, store, tmp_path, tell=silent)
+    rates = [line["learning_rate"] for line in metrics(tmp_path) if "learning_rate" in line]
+    assert rates[:3] == pytest.approx([0, recipe.learning_rate / 2, recipe.learning_rate])
+    assert rates[-1] == pytest.approx(last * recipe.learning_rate, rel=1e-3)
+
+
+def test_a_part_of_an_epoch_may_pass_between_validations(store: Path, tmp_path: Path):
+    documents = len(TokenStore.open(store)["train"])
+    train(small(evaluate_every=0.5, max_steps=None, epochs=1), store, tmp_path, tell=silent)
+    steps = -(-documents // 8)
+    found = [line["step"] for line in metrics(tmp_path) if "eval_loss" in line]
+    assert found == sorted({*range(round(steps / 2), steps + 1, round(steps / 2)), steps})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The account
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_account_of_times_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(accounts, "perf_counter", lambda: now[0])
+    account = accounts.Account(tmp_path)
+    account.take_up(0, [], {"device": "abacus"})
+    now[0] += 10
+    assert account.lap(2, 20) == pytest.approx(2)
+    now[0] += 5
+    with account.pause():
+        now[0] += 1000
+    assert account.lap(4, 40) == pytest.approx(4)
+    with (tmp_path / "times.jsonl").open("a") as file:
+        file.write('{"step": 6, "sec')  # killed here
+    again = accounts.Account(tmp_path)
+    again.take_up(2, [{"step": 2, "loss": 1.0, "train_runtime": 3}, {"step": 2, "loss": 1.5, "x_runtime": 3}], None)
+    now[0] += 20
+    assert again.lap(4, 40) == pytest.approx(1)
+    times = accounts.read_lines(tmp_path / "times.jsonl")
+    assert [line["seconds"] for line in times if "seconds" in line] == [10, 30]
+    assert [line.get("machine") for line in times] == [{"device": "abacus"}, None, None, None]
+    assert all(line["peak_memory"] > 1e7 for line in times if "seconds" in line)
+    assert metrics(tmp_path) == [{"step": 2, "loss": 1.5}]
+
+
+def test_curves_sum_runs_up(store: Path, tmp_path: Path):
+    for name, steps in (("a", 6), ("b", 4)):
+        train(small(max_steps=steps, log_every=1), store, tmp_path / name, tell=silent, machine={"device": "abacus"})
+    figure = tmp_path / "figures" / "curves.png"
+    done = CliRunner().invoke(cli.main, ["curves", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(figure)])
+    assert done.exit_code == 0
+    assert [line.split(" | ")[:2] for line in done.stdout.splitlines()[2:]] == [["| a", "6"], ["| b", "4"]]
+    assert figure.stat().st_size > 10_000
+    done = CliRunner().invoke(cli.main, ["curves", str(tmp_path / "a"), "--json"])
+    row = json.loads(done.stdout)[0]
+    best = max((line for line in metrics(tmp_path / "a") if "eval_loss" in line), key=lambda line: line["eval_rouge1"])
+    assert row["validation"]["loss"] == best["eval_loss"]
+    assert row["machine"] == {"device": "abacus"}
+    laps = [line for line in accounts.read_lines(tmp_path / "a" / "times.jsonl") if "seconds" in line]
+    expected = (laps[-1]["documents"] - laps[0]["documents"]) / (laps[-1]["seconds"] - laps[0]["seconds"])
+    assert row["documents_a_second"] == pytest.approx(expected)
+    wrong = CliRunner().invoke(cli.main, ["curves", str(tmp_path)])
+    assert wrong.exit_code == 2
+    assert "`RUNS` must be folders of `pyramidion train`" in wrong.stderr
 
 
 # --------------------------------------------------------------------------------------------------------------------

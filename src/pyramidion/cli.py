@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -280,15 +281,50 @@ def train(
 
         typer.echo(yaml.safe_dump(chosen.to_dict(), sort_keys=False), nl=False)
         return
-    from pyramidion.training.run import TrainingStopped, train
+    import os
 
+    from pyramidion.bench.measure import machine
+    from pyramidion.training.run import TrainingStopped, train
+    from pyramidion.training.trainer import device_of
+
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
     try:
-        train(chosen, data, output, tell=_tell_once)
+        with _screen(first, several=True) as (tell, progress):
+            train(chosen, data, output, tell=tell, progress=progress, machine=machine(device_of(chosen)))
     except ValueError as error:
         _refuse(str(error))
     except TrainingStopped as error:
         typer.echo(f"pyramidion: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@main.command()
+def curves(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of `pyramidion train`, finished or not.")],
+    output: Annotated[Path | None, typer.Option(help="Figure to write: .png, .pdf or .svg.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for a program.")] = False,
+) -> None:
+    """Set runs beside each other: loss and ROUGE against steps and minutes, documents a second, memory.
+
+    Example: pyramidion curves runs/pyramidion runs/blockwise --output curves.png
+    """
+    import json
+
+    from pyramidion.training.curves import Run, to_markdown, write_curves
+
+    try:
+        found = [Run.read(folder) for folder in runs]
+        typer.echo(
+            json.dumps([run.to_dict() for run in found], indent=1) if as_json else to_markdown(found), nl=as_json
+        )
+        if output is not None:
+            typer.echo(write_curves(output, found), err=True)
+    except ValueError as error:
+        _refuse(str(error))
+    except ImportError:
+        _refuse("`--output` must have matplotlib to draw with: pip install 'pyramidion[bench]'.")
+    except OSError as error:
+        _refuse(f"`--output` must be a file that can be written, got {str(output)!r}: {error.strerror}.")
 
 
 def _assignments(texts: list[str]) -> dict[str, Any]:
@@ -304,14 +340,6 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             found[name] = value
     return found
-
-
-def _tell_once(text: str) -> None:
-    """Print a line, in the first of several processes."""
-    import os
-
-    if os.environ.get("RANK", "0") == "0":
-        typer.echo(text, err=True)
 
 
 @bench.command()
@@ -369,13 +397,46 @@ def _measure_topk(settings: Settings, name: str, output: Path) -> None:
 
 def _watch(run: Callable[[Callable[[int, int, str], None]], Any]) -> Any:
     """Run something that tells how far it is, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    with _screen() as (_, progress):
+        return run(progress)
 
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-        return run(lambda done, total, what: progress.update(task, completed=done, total=total, description=what))
+
+@contextmanager
+def _screen(
+    shown: bool = True, *, several: bool = False
+) -> Iterator[tuple[Callable[[str], None], Callable[[int, int, str], None]]]:
+    """Give two functions, for lines and for how far something is: a bar below the lines, all on standard error.
+
+    several  each thing that is being done has a bar of its own, which goes when it is done
+    """
+    if not shown:
+        yield lambda line: None, lambda done, total, what: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:<36}"), *counts)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(done: int, total: int, what: str) -> None:
+            key = what if several else ""
+            if key not in tasks:
+                tasks[key] = bar.add_task(what)
+            bar.update(tasks[key], completed=done, total=total, description=what)
+            if several and done == total:
+                bar.remove_task(tasks.pop(key))
+
+        yield console.print, progress
 
 
 @bench.command()

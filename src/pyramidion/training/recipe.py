@@ -10,6 +10,8 @@ from pyramidion.configuration_pyramidion import PyramidionConfig
 from pyramidion.presets import find, preset
 
 ON_NAN = ("stop", "skip")
+METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "loss")
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,13 @@ class Recipe:
     batch_size              documents in one step of the optimizer, over all processes and accumulated parts
     device_batch            documents computed at once in one process
     epochs, max_steps       how long; steps win where both are given
-    learning_rate, warmup_steps, weight_decay, max_grad_norm    Adam's, the rate constant after the warm-up
-    evaluate_every, patience, evaluate_limit    epochs between validations, validations without progress before the
-                            end, documents used in each
+    learning_rate, warmup_steps, schedule   the rate, the steps in which it rises from 0, and what it does then: it
+                            stays (`constant`) or falls to 0 by the end (`linear`, `cosine`)
+    weight_decay, adam_beta2, max_grad_norm, label_smoothing    of Adam and of the loss
+    evaluate_every, evaluate_limit, evaluate_first    epochs between validations, parts of one too; documents used in
+                            each; whether the untrained model is validated too
+    metric, patience        what counts, and validations without progress in it before the end
+    generation              options of `generate` in validations, over the paper's
     save_every, keep        steps between checkpoints, and how many stay
     on_nan                  `stop` when loss or gradients are not finite, or `skip` that step
     """
@@ -39,13 +45,15 @@ class Recipe:
     max_steps: int | None = None
     learning_rate: float = 5e-4
     warmup_steps: int = 5000
+    schedule: str = "constant"
     weight_decay: float = 0.1
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     label_smoothing: float = 0.0
     seed: int = 0
-    evaluate_every: int = 3
+    evaluate_every: float = 3.0
     evaluate_limit: int | None = None
+    evaluate_first: bool = False
     patience: int = 7
     metric: str = "rouge1"
     generation: dict[str, Any] | None = None
@@ -61,16 +69,17 @@ class Recipe:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_target", "batch_size", "device_batch", "evaluate_every", "patience", "log_every"):
+        for name in ("max_target", "batch_size", "device_batch", "patience", "log_every"):
             _at_least(name, getattr(self, name), 1)
         for name in ("save_every", "keep", "max_source", "max_steps", "evaluate_limit"):
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "seed", "weight_decay", "max_grad_norm", "label_smoothing"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("learning_rate", "epochs"):
+        for name in ("learning_rate", "epochs", "evaluate_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
-        for name, allowed in {"on_nan": ON_NAN, "device": ("auto", "cpu", "cuda")}.items():
+        choices = {"on_nan": ON_NAN, "metric": METRICS, "schedule": SCHEDULES, "device": ("auto", "cpu", "cuda")}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         find(self.preset)

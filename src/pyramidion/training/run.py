@@ -2,26 +2,24 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import set_seed
+from transformers.utils import logging
 
 from pyramidion.data import TokenStore
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
-from pyramidion.training.checkpoint import is_full, read_manifest, verify, write_atomically
+from pyramidion.training.checkpoint import is_full, read_manifest, write_atomically
 from pyramidion.training.recipe import Recipe
-from pyramidion.training.trainer import Bell, PyramidionTrainer, TrainingStopped
+from pyramidion.training.trainer import Bell, PyramidionTrainer, Tell, TrainingStopped, device_of
+from pyramidion.training.validation import Progress, validation
 
 FINISHED = "finished.json"
 RUN = "run.json"
 FREE = {"log_every", "keep", "device", "compile", "tensorboard", "gradient_checkpointing"}  # may change when resumed
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,20 @@ class Outcome:
     model: Path | None
 
 
-def train(recipe: Recipe, data: Path, output: Path, *, tell: Tell = print) -> Outcome:
+def train(
+    recipe: Recipe,
+    data: Path,
+    output: Path,
+    *,
+    tell: Tell = print,
+    progress: Progress = lambda done, total, what: None,
+    machine: Mapping[str, Any] | None = None,
+) -> Outcome:
     """Train by a recipe into a folder, or go on where the folder's last run was killed.
+
+    tell      takes each line for the user
+    progress  takes how many steps are done, of how many, and what is being done
+    machine   a description of it, for the account of times
 
     The folder holds the recipe, checkpoints, metrics and, in the end, `model`: the best by validation, or the last
     where there is no validation split. A finished run is left as it is.
@@ -44,13 +54,20 @@ def train(recipe: Recipe, data: Path, output: Path, *, tell: Tell = print) -> Ou
         done = json.loads((output / FINISHED).read_text())
         tell(f"This run finished at step {done['step']}; its model is in {str(output / 'model')!r}. Nothing is done.")
         return Outcome("before", done["step"], output / "model")
+    if recipe.fsdp and (device_of(recipe) == "cpu" or "WORLD_SIZE" not in os.environ):
+        raise ValueError(
+            "`fsdp` must be started by torchrun, on GPUs: parameters are shared out among processes there."
+        )
     store = TokenStore.open(data)
     _same_run(recipe, store, output, world)
     parts = recipe.accumulation(world)
     tell(f"{world} process{'es' if world > 1 else ''}, each {parts} × {recipe.device_batch} documents a step.")
+    logging.disable_progress_bar()  # of transformers, for every file it writes
     with Bell() as bell:
         set_seed(recipe.seed)
-        trainer = PyramidionTrainer(_model(recipe, store), recipe, store, output, _scoring(recipe, store), bell)
+        shown: dict[str, Any] = {"tell": tell, "progress": progress, "machine": machine}
+        score = validation(recipe, store, progress)
+        trainer = PyramidionTrainer(_model(recipe, store), recipe, store, output, score, bell, **shown)
         assert trainer.args.world_size == world, f"{world} processes were started, {trainer.args.world_size} take part."
         trainer.resumed = _resume(trainer, world, tell)
         try:
@@ -130,67 +147,12 @@ def _end(trainer: PyramidionTrainer, tell: Tell) -> Outcome:
     if trainer.stopped_by_signal:
         tell(f"Told to end: checkpoint-{step} is written. The same command goes on from there.")
         return Outcome("stopped", step, None)
-    best = trainer.folder / "best"
-    if trainer.progress.best is not None and not verify(best):
-        weights = PyramidionForConditionalGeneration.from_pretrained(best).state_dict()
-        trainer.accelerator.unwrap_model(trainer.model).load_state_dict(weights)
-    trainer._keep("model")
+    trainer.finish()
     if _first():
         facts = {"step": step, "best": trainer.progress.best, "best_step": trainer.progress.best_step}
         write_atomically(trainer.folder / FINISHED, json.dumps({**facts, "skipped": trainer.progress.skipped}))
     tell(f"Finished at step {step}; the model is in {str(trainer.folder / 'model')!r}.")
     return Outcome("finished", step, trainer.folder / "model")
-
-
-def _scoring(recipe: Recipe, store: TokenStore) -> Callable[[nn.Module], dict[str, float]] | None:
-    """Make the function that scores a model by what it writes on the validation split."""
-    name = next((name for name in ("val", "validation", "valid", "dev") if name in store.splits), None)
-    if name is None:
-        return None
-    from pyramidion.evaluation import rouge
-    from pyramidion.generation import decoding_options
-
-    split, tokenizer = store[name], store.tokenizer()
-    count = len(split) if recipe.evaluate_limit is None else min(len(split), recipe.evaluate_limit)
-    collate = _source_of(recipe)
-
-    @torch.no_grad()
-    def score(model: Any) -> dict[str, float]:
-        search = decoding_options(model.config, **(recipe.generation or {}))
-        rank, world = int(os.environ.get("RANK", "0")), _world()
-        order = sorted(range(count), key=lambda i: int(split.document_lengths[i]))[rank::world]
-        written: dict[int, str] = {}
-        for begin in range(0, len(order), recipe.device_batch):
-            chosen = order[begin : begin + recipe.device_batch]
-            batch = {key: value.to(model.device) for key, value in collate(model, [split[i] for i in chosen]).items()}
-            texts = tokenizer.batch_decode(model.generate(**batch, generation_config=search), skip_special_tokens=True)
-            written.update(zip(chosen, texts, strict=True))
-        written = _gathered(written, world)
-        scores = rouge([written[i] for i in range(count)], [split.summary_text(i) for i in range(count)])
-        return {key: 100 * float(values.mean()) for key, values in scores.items()}
-
-    return score
-
-
-def _source_of(recipe: Recipe) -> Callable[[Any, list[Any]], dict[str, torch.Tensor]]:
-    from pyramidion.data import Collator
-
-    def collate(model: Any, examples: list[Any]) -> dict[str, torch.Tensor]:
-        config = model.config
-        source = recipe.max_source or config.entering[0]
-        collator = Collator(pad=config.pad_token_id, eos=config.eos_token_id, max_source=source, max_target=1)
-        batch = collator(examples)
-        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-
-    return collate
-
-
-def _gathered(mine: dict[int, str], world: int) -> dict[int, str]:
-    if world == 1:
-        return mine
-    parts: list[Any] = [None] * world
-    torch.distributed.all_gather_object(parts, mine)
-    return {index: text for part in parts for index, text in part.items()}
 
 
 __all__ = ["Outcome", "TrainingStopped", "train"]

@@ -2,9 +2,10 @@
 
 import json
 import math
+import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,16 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, PrinterCallback
 
 from pyramidion.data import Collator, LengthGroupedBatches, TokenStore
-from pyramidion.training.checkpoint import STAGING, Checkpoints, seal, stage, write_atomically
+from pyramidion.training.account import Account
+from pyramidion.training.checkpoint import MANIFEST, STAGING, Checkpoints, discard, seal, stage, verify
 from pyramidion.training.recipe import Recipe
 
 PROGRESS = "progress.json"
-PASSING = ("_runtime", "_per_second", "_flos")  # what differs from run to run: times, not results
+LOWER_IS_BETTER = {"loss"}
 
 Scoring = Callable[[nn.Module], dict[str, float]]
+Tell = Callable[[str], None]
 
 
 class TrainingStopped(RuntimeError):
@@ -59,16 +62,31 @@ class EpochLoader(DataLoader[Any]):
 class PyramidionTrainer(Trainer):
     """Train by a recipe, from a token store, into a folder.
 
-    score  measures the model on the validation split; called every `evaluate_every` epochs
-    bell   hears SIGTERM
+    score     measures the model on the validation split; called every `evaluate_every` epochs
+    bell      hears SIGTERM
+    tell      takes a line for the user
+    progress  takes how many steps are done, of how many
+    machine   what this runs on, for the account of times
     """
 
     control: TrainerControl
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, store: TokenStore, folder: Path, score: Scoring | None, bell: "Bell"
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        store: TokenStore,
+        folder: Path,
+        score: Scoring | None,
+        bell: "Bell",
+        *,
+        tell: Tell = lambda line: None,
+        progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+        machine: Mapping[str, Any] | None = None,
     ) -> None:
         self.recipe, self.store, self.folder, self.score = recipe, store, folder, score
+        self.tell, self.show_progress, self.machine = tell, progress, machine
+        self.account = Account(folder)
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep)
         self.progress = Progress()
         self.resumed: Path | None = None  # the checkpoint that training starts from
@@ -87,6 +105,7 @@ class PyramidionTrainer(Trainer):
             processing_class=store.tokenizer(),
             callbacks=[Watch(self, bell)],
         )
+        self.remove_callback(PrinterCallback)
 
     # Data ----------------------------------------------------------------------------------------------------------
 
@@ -124,7 +143,10 @@ class PyramidionTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Stage all that a resumed run needs, from all processes, and seal it."""
-        step = self.state.global_step
+        with self.account.pause():
+            self._write_checkpoint(self.state.global_step)
+
+    def _write_checkpoint(self, step: int) -> None:
         self.store_flos()
         staged = self.checkpoints.folder / f"{STAGING}{step}"
         if self.is_world_process_zero():
@@ -163,13 +185,14 @@ class PyramidionTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Score the model on the validation split, keep it if it is the best, count validations without progress."""
         assert self.score is not None
-        with _same_random_numbers():
+        with self.account.pause(), _same_random_numbers():
             self.model.eval()
             found = {f"eval_{name}": value for name, value in self.score(self.model).items()}
         self.log(found)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        value = found[f"eval_{self.recipe.metric}"]
-        if self.progress.best is None or value > self.progress.best:
+        value, best = found[f"eval_{self.recipe.metric}"], self.progress.best
+        sign = -1 if self.recipe.metric in LOWER_IS_BETTER else 1
+        if best is None or sign * value > sign * best:
             self.progress.best, self.progress.best_step, self.progress.stale = value, self.state.global_step, 0
             self._keep("best")
         else:
@@ -179,18 +202,47 @@ class PyramidionTrainer(Trainer):
 
     def _keep(self, name: str) -> None:
         """Save the model, ready for use, as a sealed folder beside the checkpoints."""
+        weights = self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else None  # from all processes
         if self.is_world_process_zero():
             staged = stage(self.folder / f"{STAGING}{name}")
-            self._save(str(staged))
+            self._save(str(staged), state_dict=weights)
             seal(staged, self.folder / name, step=self.state.global_step, data=self.store.fingerprint)
         self._barrier()
 
+    def finish(self) -> None:
+        """Keep as `model` the best by validation, or the last where none was kept."""
+        best = self.folder / "best"
+        if self.progress.best is None or verify(best):
+            self._keep("model")
+        elif self.is_world_process_zero():
+            staged = self.folder / f"{STAGING}model"
+            discard(staged)
+            shutil.copytree(best, staged, ignore=shutil.ignore_patterns(MANIFEST))
+            seal(staged, self.folder / "model", step=self.progress.best_step, data=self.store.fingerprint)
+        self._barrier()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the Trainer does, and append results, but not times, to metrics.jsonl."""
+        """Log as the Trainer does, and write it into the account and on the screen."""
         super().log(logs, start_time)
-        if self.is_world_process_zero() and (line := _lasting(self.state.log_history[-1])):
-            with (self.folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line, sort_keys=True) + "\n")
+        if self.is_world_process_zero():
+            self.account.add(self.state.log_history[-1])
+            self._say(logs)
+
+    def _say(self, logs: dict[str, float]) -> None:
+        step, epoch = self.state.global_step, self.state.epoch or 0.0
+        if "loss" in logs:
+            rate = self.account.lap(step, epoch * len(self.store["train"]))
+            place = f"step {step:,} of {self.state.max_steps:,} · epoch {epoch:.2f}"
+            self.tell(f"{place} · loss {logs['loss']:.3f} · {rate:.1f} documents/s")
+        scores = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
+        if scores:
+            written = ", ".join(f"{name} {value:.{3 if name == 'loss' else 2}f}" for name, value in scores.items())
+            self.tell(f"step {step:,} · validation: {written}")
+
+    def epoch_steps(self) -> int:
+        """Count the steps of the optimizer in one epoch."""
+        batches = math.ceil(len(self.store["train"]) / (self.recipe.device_batch * self.args.world_size))
+        return math.ceil(batches / self.args.gradient_accumulation_steps)
 
     def complete(self) -> bool:
         """Tell whether the checkpoint is that of the last step; if so, take everything up as the run left it.
@@ -203,7 +255,8 @@ class PyramidionTrainer(Trainer):
         stale = json.loads((self.resumed / PROGRESS).read_text())["stale"]
         if state.global_step < state.max_steps and stale < self.recipe.patience:
             return False
-        self._load_from_checkpoint(str(self.resumed))
+        weights = type(self.model).from_pretrained(self.resumed).state_dict()
+        self.model.load_state_dict(weights)
         self.state = state
         self.restore()
         return True
@@ -216,9 +269,7 @@ class PyramidionTrainer(Trainer):
             self._tr_loss = torch.tensor(own, device=self.args.device)
             self._globalstep_last_logged = self.progress.last_logged
         if self.is_world_process_zero():
-            lasting = filter(None, map(_lasting, self.state.log_history))
-            lines = (json.dumps(line, sort_keys=True) + "\n" for line in lasting)
-            write_atomically(self.folder / "metrics.jsonl", "".join(lines))
+            self.account.take_up(self.state.global_step, self.state.log_history, self.machine)
 
 
 class Bell:
@@ -250,10 +301,13 @@ class Watch(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Take up where a checkpoint left."""
         self.trainer.restore()
+        if state.global_step == 0 and self.trainer.recipe.evaluate_first and self.trainer.score is not None:
+            self.trainer.evaluate()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Look, at the end of each step, what is due."""
-        each = self.trainer.recipe.evaluate_every * max(1, math.ceil(state.max_steps / max(state.num_train_epochs, 1)))
+        self.trainer.show_progress(state.global_step, state.max_steps, "training")
+        each = max(1, round(self.trainer.recipe.evaluate_every * self.trainer.epoch_steps()))
         last = state.global_step >= state.max_steps
         if self.trainer.score is not None and (state.global_step % each == 0 or last):
             control.should_evaluate = True
@@ -270,6 +324,11 @@ class Watch(TrainerCallback):
         return bool(told)
 
 
+def device_of(recipe: Recipe) -> str:
+    """Say what a recipe trains on here."""
+    return "cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
 def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """Translate a recipe into the Trainer's own arguments."""
     import os
@@ -282,7 +341,7 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         num_train_epochs=recipe.epochs,
         max_steps=recipe.max_steps or -1,
         learning_rate=recipe.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(recipe.schedule, recipe.schedule),
         warmup_steps=recipe.warmup_steps,
         weight_decay=recipe.weight_decay,
         adam_beta2=recipe.adam_beta2,
@@ -298,18 +357,12 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         torch_compile=recipe.compile,
         gradient_checkpointing=recipe.gradient_checkpointing,
         use_cpu=recipe.device == "cpu",
-        fsdp="full_shard" if recipe.fsdp else None,
+        fsdp=recipe.fsdp or None,
         fsdp_config={"version": 2} if recipe.fsdp else None,
         report_to="tensorboard" if recipe.tensorboard else "none",
         remove_unused_columns=False,
+        disable_tqdm=True,
     )
-
-
-def _lasting(record: dict[str, Any]) -> dict[str, Any]:
-    """Take from a record of the log what does not change from run to run."""
-    if "train_runtime" in record:  # the Trainer's own summary, of this call alone
-        return {}
-    return {name: value for name, value in record.items() if not name.endswith(PASSING)}
 
 
 @contextmanager
