@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from pyramidion import cli
 from pyramidion.bench import torture
 from pyramidion.data import Collator, TokenStore
+from pyramidion.evaluation import rouge
+from pyramidion.evaluation.run import read_predictions
 from pyramidion.training import account as accounts
 from pyramidion.training import run as runs
 from pyramidion.training.checkpoint import Checkpoints, verify
@@ -259,7 +261,11 @@ def test_validation_measures_loss_and_rouge_as_one_would_by_hand(store: Path, tm
     best = min(validations, key=lambda line: line["eval_loss"])
     assert best["step"] == json.loads((tmp_path / "finished.json").read_text())["best_step"] > 0
     assert best["eval_loss"] == pytest.approx(summed / tokens, rel=1e-5)
-    assert {"eval_rouge1", "eval_rouge2", "eval_rougeL", "eval_rougeLsum"} <= best.keys()
+    last = read_predictions(tmp_path / "validation.jsonl")
+    assert [row["reference"] for row in last] == [opened["val"].summary_text(i) for i in range(5)]
+    scores = rouge([row["prediction"] for row in last], [row["reference"] for row in last])
+    assert validations[-1]["eval_rouge1"] == pytest.approx(100 * scores["rouge1"].mean())
+    assert {"eval_rouge2", "eval_rougeL", "eval_rougeLsum"} <= best.keys()
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("linear", 1 / 4), ("cosine", 0.1464)])

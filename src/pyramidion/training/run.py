@@ -66,7 +66,7 @@ def train(
     with Bell() as bell:
         set_seed(recipe.seed)
         shown: dict[str, Any] = {"tell": tell, "progress": progress, "machine": machine}
-        score = validation(recipe, store, progress)
+        score = validation(recipe, store, output, progress)
         trainer = PyramidionTrainer(_model(recipe, store), recipe, store, output, score, bell, **shown)
         assert trainer.args.world_size == world, f"{world} processes were started, {trainer.args.world_size} take part."
         trainer.resumed = _resume(trainer, world, tell)

@@ -1,13 +1,19 @@
-"""Validation: the loss on summaries as they are, and ROUGE of those that the model writes."""
+"""Validation: the loss on summaries as they are, and ROUGE of those that the model writes.
+
+What it wrote last is in validation.jsonl in the run's folder, as `pyramidion evaluate --predictions` reads it.
+"""
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from pyramidion.data import Collator, TokenStore
+from pyramidion.generation.journal import to_line
+from pyramidion.training.checkpoint import write_atomically
 from pyramidion.training.recipe import Recipe
 
 NAMES = ("val", "validation", "valid", "dev")
@@ -18,10 +24,11 @@ Progress = Callable[[int, int, str], None]
 class Validation:
     """Score a model on the validation split of a store, the documents shared among all processes."""
 
-    def __init__(self, recipe: Recipe, store: TokenStore, split: str, progress: Progress) -> None:
+    def __init__(self, recipe: Recipe, store: TokenStore, split: str, folder: Path, progress: Progress) -> None:
         self.recipe, self.split, self.tokenizer = recipe, store[split], store.tokenizer()
         limit = recipe.evaluate_limit or len(self.split)
         self.count, self.progress = min(len(self.split), limit), progress
+        self.written = folder / "validation.jsonl"
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     @torch.no_grad()
@@ -37,7 +44,12 @@ class Validation:
                 found += self._batch(model, part)
                 self.progress(len(found), len(order), "validating")
         found = sorted(self._gathered(found))
-        scores = rouge([text for _, text, _, _ in found], [self.split.summary_text(i) for i, _, _, _ in found])
+        texts, references = [text for _, text, _, _ in found], [self.split.summary_text(i) for i in range(self.count)]
+        scores = rouge(texts, references)
+        if self.rank == 0:
+            pairs = enumerate(zip(texts, references, strict=True))
+            rows = ({"index": i, "id": self.split[i].id, "prediction": p, "reference": r} for i, (p, r) in pairs)
+            write_atomically(self.written, "".join(map(to_line, rows)))
         loss = sum(loss for _, _, loss, _ in found) / sum(tokens for _, _, _, tokens in found)
         return {"loss": loss, **{kind: 100 * float(values.mean()) for kind, values in scores.items()}}
 
@@ -67,10 +79,10 @@ class Validation:
         return [one for part in parts for one in part]
 
 
-def validation(recipe: Recipe, store: TokenStore, progress: Progress) -> Validation | None:
+def validation(recipe: Recipe, store: TokenStore, folder: Path, progress: Progress) -> Validation | None:
     """Make the validation of a run; none where the store has no split for it."""
     name = next((name for name in NAMES if name in store.splits), None)
-    return None if name is None else Validation(recipe, store, name, progress)
+    return None if name is None else Validation(recipe, store, name, folder, progress)
 
 
 def _device(model: nn.Module) -> torch.device:
