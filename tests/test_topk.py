@@ -308,15 +308,15 @@ def test_bad_options_are_refused(options: dict[str, float], message: str) -> Non
 
 
 def test_triton_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyramidion.topk import backends
+    from pyramidion.kernels import launching
 
-    monkeypatch.setattr(backends, "interpreted", lambda: True)
+    monkeypatch.setattr(launching, "interpreted", lambda: True)
     with pytest.raises(ValueError, match="got float64: use 'torch'"):
         soft_topk(torch.rand(1, 3).double(), 2, backend="triton")
-    monkeypatch.setattr(backends, "interpreted", lambda: False)
+    monkeypatch.setattr(launching, "interpreted", lambda: False)
     with pytest.raises(ValueError, match=r"needs CUDA tensors .* got a tensor on cpu"):
         soft_topk(torch.rand(1, 3), 2, backend="triton")
-    monkeypatch.setattr(backends, "HAS_TRITON", False)
+    monkeypatch.setattr(launching, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="triton, which is not installed"):
         soft_topk(torch.rand(1, 3), 2, backend="triton")
     assert soft_topk(torch.rand(1, 3), 2).k == 2, "auto never raises"

@@ -1,18 +1,11 @@
 """Say which of the interchangeable implementations serves a tensor."""
 
-import importlib.util
-import os
-
 import torch
 from torch import Tensor
 
+from pyramidion.kernels import launching
+
 NAMES = ("auto", "reference", "torch", "triton")
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
-
-
-def interpreted() -> bool:
-    """Tell whether Triton kernels run in its interpreter, that is, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def resolve(backend: str, like: Tensor) -> str:
@@ -23,12 +16,11 @@ def resolve(backend: str, like: Tensor) -> str:
     if backend not in NAMES:
         raise ValueError(f"`backend` must be one of {', '.join(NAMES)}, got {backend!r}.")
     if backend == "auto":
-        fast = like.is_cuda and like.dtype != torch.float64 and torch.version.cuda is not None and HAS_TRITON
-        return "triton" if fast else "torch"
+        return "triton" if launching.served(like) else "torch"
     if backend == "triton":
-        if not HAS_TRITON:
+        if not launching.HAS_TRITON:
             raise ValueError("`backend='triton'` needs the package triton, which is not installed.")
-        if not like.is_cuda and not interpreted():
+        if not like.is_cuda and not launching.interpreted():
             raise ValueError(
                 f"`backend='triton'` needs CUDA tensors (or TRITON_INTERPRET=1 to run the kernels slowly on a CPU), "
                 f"got a tensor on {like.device}."

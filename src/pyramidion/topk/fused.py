@@ -11,7 +11,6 @@ decide alike (docs/decisions/0001-decide-in-double.md). Python floats reach Trit
 as the bits of a float64.
 """
 
-import functools
 import math
 import struct
 from typing import Any
@@ -21,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyramidion.topk import backends, tournament
-from pyramidion.topk.registration import Operator
+from pyramidion.kernels.launching import interpreted, launch, processors
+from pyramidion.kernels.registration import Operator
+from pyramidion.topk import tournament
 from pyramidion.topk.selection import Selection, pool_backward_fake, pool_fake, pool_grad, pool_save
 
 BYE = tl.constexpr(tournament.BYE)
@@ -367,17 +367,17 @@ def _play(
     length = k * (2 ** (rounds + 1) - 2)  # the ladder: k (2^rounds + ... + 2) places
     blocks = triton.cdiv(k << rounds if rounds else n, BLOCK)
     room = blocks * BLOCK if rounds else 0
-    processors = _processors(scores.device)
-    programs = max(1, min(blocks, CROWD * processors // b, processors))
+    many = processors(scores.device)
+    programs = max(1, min(blocks, CROWD * many // b, many))
     doubles = scores.new_empty(b * (length + 3 * room + k), dtype=torch.float64)
     ints = scores.new_empty(b * (length + 2 * room + 2 * n + triton.cdiv(n, BLOCK) + k), dtype=torch.int32)
     counters = scores.new_zeros(32 * (1 + b), dtype=torch.int32)
     slots, weights = scores.new_empty(b, n, dtype=torch.int64), scores.new_empty(b, n)
     members, blended = scores.new_empty(b, k, 1 << rounds, dtype=torch.int64), scores.new_empty(b, k)
-    waits = not backends.interpreted()
+    waits = not interpreted()
     steps = [(0, 1 << 30)] if waits else [(step, step + 1) for step in range(_count_steps(rounds, k, sort))]
     for first, last in steps:
-        _launch(
+        launch(
             play, (b * programs,),
             scores, scores if mask is None else mask.contiguous().view(torch.uint8), doubles, ints, counters,
             slots, weights, members, blended, n, k, rounds, length, room, programs, first, last,
@@ -449,7 +449,7 @@ def _play_backward(
     b, k, leaves = members.shape
     grad_scores = torch.zeros_like(scores)
     slots = max(1, 512 // leaves)
-    _launch(
+    launch(
         play_backward, (triton.cdiv(k, slots), b),
         grad_weights, grad_blended, scores, members, grad_scores, scores.shape[1], k,
         _bits(temperature), _bits(math.log(base) if base else 1.0),
@@ -490,21 +490,6 @@ def _count_steps(rounds: int, k: int, sort: bool) -> int:
         while sort and run < k << (rounds - t):
             run, steps = run * GROUP, steps + 1
     return steps
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
-    """Launch on the device of the first argument: Triton takes the current one, which another GPU may be."""
-    if first.is_cuda and first.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            kernel[grid](first, *arguments, **options)
-    else:
-        kernel[grid](first, *arguments, **options)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Count the multiprocessors: at least as many programs run at the same time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _select(played: tuple[Tensor, Tensor, Tensor, Tensor]) -> Selection:
@@ -578,7 +563,7 @@ def _pool_forward(x: Tensor, slots: Tensor, weights: Tensor, members: Tensor) ->
     k, leaves = members.shape[1:]
     out = x.new_empty(b, k, d)
     block = min(1024, triton.next_power_of_2(d))
-    _launch(
+    launch(
         pool_forward, (k, b, triton.cdiv(d, block)),
         x.contiguous(), weights.contiguous(), members.contiguous(), out, n, k, d, leaves,
         BLOCK=block, UNROLL=min(8, triton.next_power_of_2(leaves)), num_warps=_warps(block, x),
@@ -590,7 +575,7 @@ def _pool_backward(grad: Tensor, x: Tensor, slots: Tensor, weights: Tensor) -> t
     b, n, d = x.shape
     grad_x, grad_weights = x.new_empty(b, n, d), weights.new_empty(b, n)
     block, tokens = min(1024, triton.next_power_of_2(d)), 4
-    _launch(
+    launch(
         pool_backward, (triton.cdiv(n, tokens), b),
         grad, x.contiguous(), slots.contiguous(), weights.contiguous(), grad_x, grad_weights, n, grad.shape[1], d,
         BLOCK=block, TOKENS=tokens, num_warps=_warps(block, x),

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyramidion.kernels.registration import Operator
 from pyramidion.topk import backends
-from pyramidion.topk.registration import Operator
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,0 +1,36 @@
+"""Start Triton kernels: where they run, and whether they can."""
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
+
+
+def interpreted() -> bool:
+    """Tell whether Triton kernels run in its interpreter, that is, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def served(x: Tensor) -> bool:
+    """Tell whether the kernels are the fastest way for a tensor: half or single precision on a GPU."""
+    return x.is_cuda and x.dtype != torch.float64 and torch.version.cuda is not None and HAS_TRITON
+
+
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch on the device of the first argument: Triton takes the current one, which another GPU may be."""
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            kernel[grid](first, *arguments, **options)
+    else:
+        kernel[grid](first, *arguments, **options)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Count the multiprocessors: at least as many programs run at the same time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
