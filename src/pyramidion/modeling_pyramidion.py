@@ -45,6 +45,7 @@ from pyramidion.attention import (
 )
 from pyramidion.attention.heads import eager, received
 from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
+from pyramidion.kernels.functions import activate, add_norm
 from pyramidion.pooling import Pooler, StridedPooler, make_pooler
 from pyramidion.topk import Selection, hard_topk
 
@@ -129,8 +130,10 @@ class PyramidionResidual(nn.Module):
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
         change, extra = sublayer(self.norm(x) if self.pre else x)
-        x = x + F.dropout(change, self.dropout, self.training)
-        return (x if self.pre else self.norm(x)), extra
+        rate = self.dropout if self.training else 0.0
+        if self.pre:
+            return x + F.dropout(change, rate), extra
+        return add_norm(x, change, self.norm.weight, self.norm.bias, dropout=rate, eps=self.norm.eps), extra
 
 
 class PyramidionFeedForward(nn.Module):
@@ -140,11 +143,12 @@ class PyramidionFeedForward(nn.Module):
         super().__init__()
         self.widen = nn.Linear(config.hidden_size, config.intermediate_size)
         self.narrow = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.activation, self.dropout = ACT2FN[config.activation_function], config.activation_dropout
+        self.activation, self.relu = ACT2FN[config.activation_function], config.activation_function == "relu"
+        self.dropout = config.activation_dropout
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        inner = F.dropout(self.activation(self.widen(x)), self.dropout, self.training)
-        return self.narrow(inner), None
+        rate = self.dropout if self.training else 0.0
+        return self.narrow(activate(self.widen(x), self.activation, relu=self.relu, dropout=rate)), None
 
 
 def attend_eagerly(

@@ -1,0 +1,37 @@
+"""Dropout inside a kernel: who is kept is decided anew from a seed whenever it is asked, so that no mask is stored.
+
+One draw of Philox (4 x 32 bits, 7 rounds) decides for 8 elements by 16 bits each: dropout then costs no time beside the
+memory that a kernel reads. A rate is therefore a multiple of 1/65536, and what is kept is scaled by exactly that.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PARTS = 8  # elements that share a draw
+
+
+@triton.jit
+def keeps(seed, draw, part, threshold):
+    """Decide which elements stay: those of `part` [8 1], 0 to 7, of each `draw` [1 n] -> [8 n]."""
+    one, two, three, four = tl.randint4x(seed, draw, n_rounds=7)
+    pair = part // 2
+    word = tl.where(pair == 0, one, tl.where(pair == 1, two, tl.where(pair == 2, three, four)))
+    bits = (word.to(tl.uint32, bitcast=True) >> ((part % 2) * 16).to(tl.uint32)) & 0xFFFF
+    return bits.to(tl.int32) >= threshold
+
+
+def threshold(rate: float) -> int:
+    """Turn a rate into the number of 65536 draws that are dropped."""
+    return round(rate * 65536)
+
+
+def scale(rate: float) -> float:
+    """Say by how much what is kept grows, so that the mean stays."""
+    return 65536 / (65536 - threshold(rate))
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """Draw a seed [1] from torch's generator of that device, without waiting for it."""
+    return torch.randint(1 << 62, (1,), device=device)

@@ -1,0 +1,266 @@
+"""The cross-entropy over a large vocabulary, without ever holding its logits: a chunk of rows at a time.
+
+All that a loss keeps of a row of logits is one number, and the gradient of the row is its softmax less its label. So
+each chunk becomes its own gradient in place, and that at once the gradients of the two factors. The loss is a single
+number, therefore backward has nothing left to do but to scale. Those gradients wait unscaled, as of a sum: divided by
+a count of tokens, small probabilities would vanish in float16.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyramidion.kernels.launching import HAS_TRITON, launch, served
+from pyramidion.kernels.registration import Operator
+
+ROOM = 512 << 20  # bytes of the logits of a chunk: each chunk reads and writes the whole gradient of the weight
+CPU_ROOM = 32 << 20
+ALIGNED = 64  # logits; rows start at multiples of it, else the products with an odd vocabulary are slow
+BLOCK = 4096  # logits a program holds at a time
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    count: Tensor | int | None = None,
+    smoothing: float = 0.0,
+    ignored: int = -100,
+    chunk: int | None = None,
+) -> Tensor:
+    """Sum the cross-entropies of the logits x @ weight.T at their labels, and divide by `count`: a scalar.
+
+    x          [t d] floating point; the products are computed in its dtype, or in that of autocast
+    weight     [v d] in any precision; its gradient is summed in float32
+    labels     [t] int64; those equal to `ignored` are left out
+    count      a number or a tensor of one number; by default how many labels are not left out, but at least 1, so
+               that the loss of none is 0 and not NaN
+    smoothing  the part of each label that is spread over all v classes, as F.cross_entropy's `label_smoothing`
+    chunk      rows at a time; by default as many as fit the room for logits
+
+    Returns float32 (float64 for float64). Nothing waits for the device. With gradients enabled, what x and weight ask
+    for is computed on the way forward. A label outside the vocabulary is refused where looking costs nothing: on the
+    CPU, outside torch.compile; the kernels make NaN of its row.
+    """
+    _check(x, weight, labels, smoothing, ignored, chunk)
+    learns = torch.is_grad_enabled()
+    wants = learns and x.requires_grad, learns and weight.requires_grad
+    total: Tensor = _sum(x, weight, labels, smoothing, ignored, chunk, _precision(x), served(x), *wants)[0]
+    if count is None:
+        count = (labels != ignored).sum().clamp(min=1)
+    return total / (count.to(total.dtype) if isinstance(count, Tensor) else count)
+
+
+# ------------------------------------------------------------------------------------------------- the sum, in chunks
+
+
+def _forward(
+    x: Tensor, weight: Tensor, labels: Tensor, smoothing: float, ignored: int, chunk: int | None,
+    dtype: torch.dtype, fused: bool, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum the losses -> the sum, its gradient of x [t d] and of weight [v d]; [0] where one is not wanted."""
+    total, grad_x, grad_weight = _forward_fake(
+        x, weight, labels, smoothing, ignored, chunk, dtype, fused, of_x, of_weight
+    )
+    (t, _), v = x.shape, weight.shape[0]
+    size = chunk or _fit(t, v, dtype, x.device)
+    losses, factor = total.new_empty(t), weight.to(dtype)
+    room = x.new_empty(min(size, t), -(-v // ALIGNED) * ALIGNED, dtype=dtype)[:, :v]  # the one chunk of logits
+    grad_weight.zero_()
+    for start in range(0, t, size):
+        rows = slice(start, min(start + size, t))
+        some = x[rows].to(dtype)
+        logits = torch.mm(some, factor.T, out=room[: rows.stop - start])
+        (_score_fused if fused else _score)(
+            logits, labels[rows], losses[rows], smoothing, ignored, of_x or of_weight
+        )  # logits are gradients from here on
+        if of_x:
+            torch.mm(logits, factor, out=grad_x[rows])
+        if of_weight:
+            _add_product(grad_weight, logits.T, some)
+    return losses.sum(), grad_x, grad_weight
+
+
+def _forward_fake(
+    x: Tensor, weight: Tensor, labels: Tensor, smoothing: float, ignored: int, chunk: int | None,
+    dtype: torch.dtype, fused: bool, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(dtype, torch.float32)
+    grad_x = x.new_empty(x.shape if of_x else (0,), dtype=dtype)
+    grad_weight = x.new_empty(weight.shape if of_weight else (0,), dtype=wide)
+    return x.new_empty((), dtype=wide), grad_x, grad_weight
+
+
+def _fit(t: int, v: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Choose the rows of a chunk: as few chunks as the room allows, of one size."""
+    most = max(1, (CPU_ROOM if device.type == "cpu" else ROOM) // (v * dtype.itemsize))
+    return max(1, -(-t // max(1, -(-t // most))))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a total that is in float32 at least, on a GPU without rounding on the way."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _backward(
+    grad: Tensor, grad_x: Tensor, grad_weight: Tensor, of_x: torch.dtype, of_weight: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale both gradients, in float32 at least: `grad`, which holds 1 / count, is not rounded first."""
+    wide = grad_x.to(grad_weight.dtype)
+    return (wide * grad).to(of_x), (grad_weight * grad).to(of_weight)
+
+
+def _backward_fake(
+    grad: Tensor, grad_x: Tensor, grad_weight: Tensor, of_x: torch.dtype, of_weight: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(grad_x, dtype=of_x), torch.empty_like(grad_weight, dtype=of_weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)  # else backward gets zeros of the size of the gradients
+    ctx.dtypes, ctx.wants = (inputs[0].dtype, inputs[1].dtype), inputs[-2:]
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _grad(ctx: Any, backward: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    scaled = backward(grad, *ctx.saved_tensors, *ctx.dtypes)
+    return *(given if wanted else None for given, wanted in zip(scaled, ctx.wants, strict=True)), *[None] * 8
+
+
+_sum = Operator(
+    "linear_cross_entropy", _forward, _forward_fake, save=_save, grad=_grad,
+    backward=Operator("linear_cross_entropy_backward", _backward, _backward_fake),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ rows of logits
+
+
+def _score(logits: Tensor, labels: Tensor, losses: Tensor, smoothing: float, ignored: int, learns: bool) -> None:
+    """Write the losses [c] of logits [c v]; if `learns`, turn the logits into their gradients."""
+    hole = labels == ignored
+    target = labels.masked_fill(hole, 0).unsqueeze(1)
+    row = F.log_softmax(logits, 1, dtype=losses.dtype)
+    loss = row.gather(1, target).squeeze(1) * (smoothing - 1)
+    if smoothing:
+        loss -= smoothing * row.mean(1)
+    losses.copy_(loss.masked_fill_(hole, 0))
+    if learns:
+        row.exp_()
+        row.scatter_(1, target, row.gather(1, target) - (1 - smoothing))
+        if smoothing:
+            row -= smoothing / logits.shape[1]
+        logits.copy_(row.masked_fill_(hole.unsqueeze(1), 0))
+
+
+def _score_fused(logits: Tensor, labels: Tensor, losses: Tensor, smoothing: float, ignored: int, learns: bool) -> None:
+    """Do the same in one kernel, a program a row."""
+    c, v = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(v))
+    launch(
+        score, (c,), logits, labels.contiguous(), losses, logits.stride(0), v, smoothing, ignored,
+        SMOOTHS=smoothing > 0, LEARNS=learns, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def measure(logits, v, origin, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr):
+        """Read a row once -> its maximum, the sum of exp(logit - maximum), and that of logit - origin."""
+        top, total, level = -float("inf"), 0.0, 0.0
+        for start in range(0, v, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            logit = tl.load(logits + column, mask=column < v, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(top, tl.max(logit, 0))
+            pivot = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: no difference of two
+            total = total * tl.exp(top - pivot) + tl.sum(tl.exp(logit - pivot), 0)
+            top = higher
+            if SMOOTHS:
+                level += tl.sum(tl.where(column < v, logit - origin, 0.0), 0)
+        return top, total, level
+
+    @triton.jit
+    def overwrite(logits, v, label, top, share, smoothing, BLOCK: tl.constexpr):
+        """Put the gradient of a row where its logits were: the softmax less the smoothed label."""
+        for start in range(0, v, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            logit = tl.load(logits + column, mask=column < v, other=-float("inf")).to(tl.float32)
+            due = tl.where(column == label, 1.0 - smoothing, 0.0) + smoothing / v
+            tl.store(logits + column, (tl.exp(logit - top) * share - due).to(logits.dtype.element_ty), mask=column < v)
+
+    @triton.jit
+    def clear(logits, v, BLOCK: tl.constexpr):
+        """Put zeros where the logits of a row were."""
+        for start in range(0, v, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(logits + column, tl.zeros([BLOCK], logits.dtype.element_ty), mask=column < v)
+
+    @triton.jit
+    def score(
+        logits, labels, losses, stride, v, smoothing, ignored,
+        SMOOTHS: tl.constexpr, LEARNS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Find the loss of a row by differences alone, so that large logits cost no digits, and its gradient."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        label = tl.load(labels + row)
+        if label == ignored:
+            tl.store(losses + row, 0.0)
+            if LEARNS:
+                clear(logits, v, BLOCK)
+        else:
+            known = (label >= 0) & (label < v)
+            own = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+            origin = tl.where(own == -float("inf"), 0.0, own)
+            top, total, level = measure(logits, v, origin, SMOOTHS, BLOCK)
+            loss = (top - own) + tl.log(total)
+            if SMOOTHS:
+                loss = loss * (1.0 - smoothing) + ((top - origin) + tl.log(total) - level / v) * smoothing
+            tl.store(losses + row, loss)
+            if LEARNS:
+                tl.debug_barrier()  # all have read before the first overwrites
+                overwrite(logits, v, label, top, tl.where(known, 1.0 / total, float("nan")), smoothing, BLOCK)
+
+
+# ------------------------------------------------------------------------------------------------------------ the door
+
+
+def _precision(x: Tensor) -> torch.dtype:
+    """Say in which dtype products with x are computed; autocast leaves float64 alone."""
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else x.dtype
+
+
+def _check(x: Tensor, weight: Tensor, labels: Tensor, smoothing: float, ignored: int, chunk: int | None) -> None:
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"`x` must be floating point [t d], got {x.dtype} of shape {list(x.shape)}.")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] < 1:
+        raise ValueError(f"`weight` must have shape [v d] with d = {x.shape[1]}, got {list(weight.shape)}.")
+    if labels.shape != x.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"`labels` must be int64, one for each of the {x.shape[0]} rows of `x`, "
+            f"got {labels.dtype} of shape {list(labels.shape)}."
+        )
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"`smoothing` must be from 0 to 1, got {smoothing}.")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"`chunk` must be at least 1, got {chunk}.")
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        bad = labels[(labels != ignored) & ((labels < 0) | (labels >= weight.shape[0]))]
+        if bad.numel():
+            raise ValueError(
+                f"`labels` must be from 0 to {weight.shape[0] - 1}, or {ignored} to be left out, got {int(bad[0])}."
+            )
