@@ -36,16 +36,10 @@ def philox(seed: int, draws: np.ndarray) -> list[np.ndarray]:
 
 
 def kept(seed: int, draws: int, rate: float) -> np.ndarray:
-    """Say which of 8 elements of each draw stay: [draws 8]."""
+    """Say which of the 8 neighbours of each draw stay: [8 * draws]."""
     words = philox(seed, np.arange(draws))
     halves = [(word >> np.uint64(shift)) & np.uint64(0xFFFF) for word in words for shift in (0, 16)]
-    return np.stack(halves, 1) >= threshold(rate)
-
-
-def kept_rows(seed: int, rows: int, d: int, rate: float) -> Tensor:
-    """Lay the decisions of a residual connection out: one draw decides for columns d / 8 apart."""
-    found = kept(seed, rows * d // 8, rate).reshape(rows, d // 8, 8)
-    return torch.from_numpy(found.transpose(0, 2, 1).reshape(rows, d).copy())
+    return (np.stack(halves, 1) >= threshold(rate)).reshape(-1)
 
 
 @pytest.fixture
@@ -87,7 +81,7 @@ def test_add_norm(
         part.to(DEVICE, kind)
         for part, kind in zip((x, change, weight, bias), (x_dtype, dtype, *[torch.float32] * 2), strict=True)
     ]
-    keep = kept_rows(seed, along.numel() // d, d, rate) if rate else torch.ones(along.numel() // d, d, dtype=torch.bool)
+    keep = torch.from_numpy(kept(seed, along.numel() // 8, rate))
 
     def both(leaves: list[Tensor], run: Any) -> list[Tensor]:
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -109,8 +103,7 @@ def test_add_norm(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relu_dropout(size: int, dtype: torch.dtype, seed: int) -> None:
     x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(DEVICE, dtype).requires_grad_()
-    lanes, blocks = feed_forward.LANES, -(-size // (8 * feed_forward.LANES))
-    keep = kept(seed, blocks * lanes, 0.1).reshape(blocks, lanes, 8).transpose(0, 2, 1).reshape(-1)[:size]
+    keep = kept(seed, -(-size // 8), 0.1)[:size]
     want = torch.where(torch.from_numpy(keep.copy()).to(DEVICE), x.float().relu() * scale(0.1), 0.0)
     out = feed_forward.relu_dropout(x, 0.1)
     torch.testing.assert_close(out, want.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)  # the interpreter cuts off

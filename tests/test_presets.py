@@ -324,10 +324,12 @@ def test_every_parameter_learns(name: str):
     config = shrunk(PRESETS[name], dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
     model = PyramidionForConditionalGeneration(config).double().train()
     tokens, mask = batch(config.entering[0])
-    outputs = model(tokens, mask, labels=torch.randint(3, VOCABULARY, (4, 7)))
+    labels = torch.randint(3, VOCABULARY, (4, 7))
+    outputs = model(tokens, mask, labels=labels)
     outputs.loss.backward()
 
-    assert outputs.logits.shape == (4, 7, VOCABULARY)
+    assert outputs.logits is None, "training does not hold them all"
+    assert model(tokens, mask, labels=labels, output_logits=True).logits.shape == (4, 7, VOCABULARY)
     assert outputs.encoder_last_hidden_state.shape == (4, config.memory_length, 30)
     for parameter, value in model.named_parameters():
         assert value.requires_grad, parameter

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM
+import torch.nn.functional as F
+from transformers import AutoModelForSeq2SeqLM, set_seed
 from typer.testing import CliRunner
 
-from pyramidion import cli
+from pyramidion import PyramidionForConditionalGeneration, cli
 from pyramidion.bench import torture
-from pyramidion.data import Collator, TokenStore
+from pyramidion.data import Collator, LengthGroupedBatches, TokenStore
 from pyramidion.evaluation import rouge
 from pyramidion.evaluation.run import read_predictions
 from pyramidion.training import account as accounts
@@ -266,6 +267,26 @@ def test_validation_measures_loss_and_rouge_as_one_would_by_hand(store: Path, tm
     scores = rouge([row["prediction"] for row in last], [row["reference"] for row in last])
     assert validations[-1]["eval_rouge1"] == pytest.approx(100 * scores["rouge1"].mean())
     assert {"eval_rouge2", "eval_rougeL", "eval_rougeLsum"} <= best.keys()
+
+
+def test_labels_may_be_smoothed(store: Path, tmp_path: Path):
+    """The first logged loss against torch's own, of the model before its first step."""
+    still = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    recipe = small(label_smoothing=0.3, model=still, log_every=1, max_steps=1, evaluate_every=99.0)
+    set_seed(recipe.seed)
+    opened = TokenStore.open(store)
+    model = PyramidionForConditionalGeneration(recipe.config(opened.vocab_size)).eval()
+    train(recipe, store, tmp_path, tell=silent)
+    chosen = LengthGroupedBatches(opened["train"].document_lengths, recipe.device_batch, seed=recipe.seed)[:2]
+    collate = Collator(max_source=512, max_target=recipe.max_target)
+    summed = tokens = 0.0
+    for part in chosen:
+        batch = collate([opened["train"][i] for i in part])
+        with torch.no_grad():
+            logits, labels = model(**batch).logits.flatten(0, 1), batch["labels"].flatten()
+        summed += float(F.cross_entropy(logits, labels, label_smoothing=0.3, reduction="sum"))
+        tokens += int((labels >= 0).sum())
+    assert metrics(tmp_path)[0]["loss"] == pytest.approx(summed / tokens, rel=1e-4)
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("linear", 1 / 4), ("cosine", 0.1464)])

@@ -45,7 +45,8 @@ from pyramidion.attention import (
 )
 from pyramidion.attention.heads import eager, received
 from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
-from pyramidion.kernels.functions import activate, add_norm
+from pyramidion.kernels.functions import activate, add_norm, stream
+from pyramidion.kernels.loss import linear_cross_entropy
 from pyramidion.pooling import Pooler, StridedPooler, make_pooler
 from pyramidion.topk import Selection, hard_topk
 
@@ -363,7 +364,8 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
     def _embed(self, tokens: Tensor, layout: Layout) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embed_tokens(tokens)  # [B m d]
         table = sinusoids(torch.arange(layout.n, device=x.device), self.config.hidden_size)  # [n d]
-        return F.dropout(x + layout.positions(table.to(x.dtype)), self.config.dropout, self.training)
+        x = F.dropout(x + layout.positions(table.to(x.dtype)), self.config.dropout, self.training)
+        return x if self.config.pre_norm else stream(x)
 
     def _pool(
         self, pooler: Pooler | StridedPooler, x: Tensor, layout: Layout, weights: Tensor | None
@@ -566,6 +568,7 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
             positions = torch.arange(x.shape[1], device=x.device) + seen
             x = x + sinusoids(positions, self.config.hidden_size).to(x.dtype)
         x = F.dropout(x, self.config.dropout, self.training)
+        x = x if self.config.pre_norm else stream(x)
         mask = create_causal_mask(self.config, x, attention_mask, past)
         memory_mask = None if encoder_attention_mask is None else encoder_attention_mask[:, None, None] != 0
         for layer in self.layers:
@@ -711,9 +714,15 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
         use_cache: bool | None = None,
         output_selections: bool = False,
         num_items_in_batch: Tensor | int | None = None,
+        label_smoothing: float = 0.0,
+        output_logits: bool | None = None,
         **kwargs: Any,
     ) -> PyramidionLMOutput:
-        """Give the logits [b t v] of each next token, and the loss where `labels` [b t] are not -100."""
+        """Give the logits [b t v] of each next token, and the loss where `labels` [b t] are not -100.
+
+        The loss is computed a chunk of tokens at a time, so that training never holds all logits. They are therefore
+        None while training with labels, unless `output_logits` asks for them.
+        """
         if labels is not None:
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -732,12 +741,18 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
             return_dict=True,
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)  # [b t v]
-        loss = None
-        if labels is not None:  # `shift_labels`: they stand one step behind the input already
-            loss = self.loss_function(
-                logits, labels, logits.shape[-1], num_items_in_batch, shift_labels=labels.contiguous()
+        x, loss = outputs.last_hidden_state, None  # [b t d]
+        if labels is not None:  # they stand one step behind the input already
+            loss = linear_cross_entropy(
+                x.flatten(0, 1),
+                self.lm_head.weight,
+                labels.to(x.device).flatten(),
+                count=num_items_in_batch,
+                smoothing=label_smoothing,
             )
+        if output_logits is None:
+            output_logits = labels is None or not self.training
+        logits = self.lm_head(x) if output_logits else None  # [b t v]
         return PyramidionLMOutput(
             loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name != "last_hidden_state"}
         )

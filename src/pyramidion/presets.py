@@ -304,13 +304,14 @@ def _deep() -> Iterator[Preset]:
 
 
 def _small() -> Iterator[Preset]:
+    ours = {"pre_norm": True, "decoder_positions": True}  # not the paper's: they learn faster in few steps
     for name, family, lengths, block in (
         ("tiny-pyramidion", "pyramidion", (512, 512, 128, 32), 64),
         ("small-blockwise", "blockwise", (4096,) * 5, 256),
         ("small-transpooler", "transpooler", (4096, 4096, 4096, 4096, 256), 256),
         ("small-pyramidion", "pyramidion", (4096, 4096, 1024, 256, 256), 256),
     ):
-        settings = _settings(lengths, block, name.partition("-")[0], **FAMILIES[family].settings)
+        settings = _settings(lengths, block, name.partition("-")[0], **FAMILIES[family].settings, **ours)
         yield _preset(name, family, settings)
 
 

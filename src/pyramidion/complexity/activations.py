@@ -17,9 +17,9 @@ class Precision:
     """How many bytes a number takes, where.
 
     bytes   of what is multiplied: 4 in float32, 2 under bfloat16 autocast, which leaves norms, softmax, scores and
-            the sums of residuals in float32
+            the sums of residuals in float32, but for what our kernels compute
     eager   attention with its matrix written out, instead of torch's fused kernels
-    device  a dropout keeps one bool a number on `cuda`, and the factors themselves on `cpu`
+    device  on `cuda` our kernels serve; a dropout of torch keeps one bool a number there, the factors on `cpu`
     """
 
     bytes: int = 2
@@ -28,12 +28,20 @@ class Precision:
 
     @property
     def cast(self) -> bool:
-        """Tell whether what is multiplied is a copy of what is kept in float32."""
+        """Tell whether what is multiplied is half as wide as float32."""
         return self.bytes < FLOAT
 
-    def inputs(self, elements: int, readers: int) -> int:
-        """Keep the input of several products: one tensor, but under autocast a copy for each that reads it."""
-        return elements * self.bytes * (readers if self.cast else 1)
+    def fuses(self, config: PyramidionConfig) -> bool:
+        """Tell whether a kernel adds, drops and normalises in one go, and keeps the stream in what is multiplied."""
+        return self.device == "cuda" and not config.pre_norm
+
+    def stream(self, config: PyramidionConfig) -> int:
+        """Give the bytes of a number between the layers."""
+        return self.bytes if self.fuses(config) else FLOAT
+
+    def inputs(self, config: PyramidionConfig, elements: int, readers: int) -> int:
+        """Keep the input of several products: one tensor, or a copy for each that has to cast it."""
+        return elements * self.bytes * (readers if self.stream(config) > self.bytes else 1)
 
     def dropped(self, elements: int, rate: float, of: int | None = None) -> int:
         """Keep which of the numbers, `of` so many bytes each, a dropout let through."""
@@ -50,6 +58,8 @@ def embedding(config: PyramidionConfig, tokens: int, how: Precision) -> int:
 def residual(config: PyramidionConfig, tokens: int, how: Precision) -> int:
     """Keep what adding a sublayer and its norm need."""
     d = config.hidden_size
+    if how.fuses(config):
+        return tokens * d * how.bytes + 2 * tokens * FLOAT  # the sublayer's result; mean and deviation
     return (
         how.dropped(tokens * d, config.dropout)  # of the sublayer's result
         + tokens * d * FLOAT  # the norm's input: the sum
@@ -59,12 +69,17 @@ def residual(config: PyramidionConfig, tokens: int, how: Precision) -> int:
 
 def feed_forward(config: PyramidionConfig, tokens: int, how: Precision) -> int:
     """Keep what widening, activation and narrowing need."""
-    inner = tokens * config.intermediate_size
-    copies = 1 if config.activation_dropout == 0 and config.activation_function == "relu" else 2
+    inner, rate, relu = (
+        tokens * config.intermediate_size,
+        config.activation_dropout,
+        config.activation_function == "relu",
+    )
+    fused = relu and how.device == "cuda"
+    copies = 1 if relu and (rate == 0 or fused) else 2
     return (
-        how.inputs(tokens * config.hidden_size, 1)  # the input of widening
+        how.inputs(config, tokens * config.hidden_size, 1)  # the input of widening
         + copies * inner * how.bytes  # what the activation remembers; the input of narrowing, if it is another
-        + how.dropped(inner, config.activation_dropout)
+        + (0 if fused else how.dropped(inner, rate))
         + residual(config, tokens, how)
     )
 
@@ -72,7 +87,7 @@ def feed_forward(config: PyramidionConfig, tokens: int, how: Precision) -> int:
 def projections(config: PyramidionConfig, size: EncoderSizes, how: Precision) -> int:
     """Keep what the projections of an encoder layer read, and its residual."""
     readers = 2 if config.attention == "lsh" else 3
-    return how.inputs(size.places * config.hidden_size, readers) + residual(config, size.places, how)
+    return how.inputs(config, size.places * config.hidden_size, readers) + residual(config, size.places, how)
 
 
 def self_attention(config: PyramidionConfig, size: EncoderSizes, how: Precision) -> int:
@@ -174,20 +189,22 @@ def scoring(config: PyramidionConfig, size: EncoderSizes, how: Precision) -> int
     return hidden + size.n * TOURNAMENT[how.device]
 
 
-def pooling(config: PyramidionConfig, size: EncoderSizes) -> int:
+def pooling(config: PyramidionConfig, size: EncoderSizes, how: Precision) -> int:
     """Keep what blending needs."""
     if size.pooling is None:
         return 0
-    pooled = size.n * config.hidden_size * FLOAT  # the input
+    pooled = size.n * config.hidden_size * how.stream(config)  # the input
     if size.pooling.kind == "max":
         return pooled + size.kept * config.hidden_size * INDEX  # who won each coordinate
-    spread = size.kept * config.hidden_size * FLOAT if size.pooling.kind == "funnel" else 0  # what is spread again
+    spread = (
+        size.kept * config.hidden_size * how.stream(config) if size.pooling.kind == "funnel" else 0
+    )  # what is spread again
     return pooled + spread + size.n * (INDEX + FLOAT)  # slots and weights
 
 
 def decoder_projections(config: PyramidionConfig, target: int, how: Precision) -> int:
     """Keep what the projections of a decoder layer's self-attention read, and its residual."""
-    return how.inputs(target * config.hidden_size, 3) + residual(config, target, how)
+    return how.inputs(config, target * config.hidden_size, 3) + residual(config, target, how)
 
 
 def decoder_self_attention(config: PyramidionConfig, target: int, how: Precision) -> int:
@@ -197,12 +214,12 @@ def decoder_self_attention(config: PyramidionConfig, target: int, how: Precision
 
 def cross_projections(config: PyramidionConfig, target: int, how: Precision) -> int:
     """Keep what the queries to the memory read, and the residual."""
-    return how.inputs(target * config.hidden_size, 1) + residual(config, target, how)
+    return how.inputs(config, target * config.hidden_size, 1) + residual(config, target, how)
 
 
 def memory_projections(config: PyramidionConfig, memory: int, layer: int, how: Precision) -> int:
     """Keep what keys and values of the memory read: the memory, once for all layers unless each casts it."""
-    return how.inputs(memory * config.hidden_size, 2) if layer == 1 or how.cast else 0
+    return how.inputs(config, memory * config.hidden_size, 2) if layer == 1 or how.stream(config) > how.bytes else 0
 
 
 def cross_attention(config: PyramidionConfig, target: int, memory: int, how: Precision) -> int:
@@ -211,12 +228,8 @@ def cross_attention(config: PyramidionConfig, target: int, memory: int, how: Pre
 
 
 def output_head(config: PyramidionConfig, target: int, how: Precision) -> int:
-    """Keep what logits and loss need."""
-    return (
-        how.inputs(target * config.hidden_size, 1)  # what the vocabulary is compared with
-        + target * config.vocab_size * FLOAT  # the logarithms of probabilities
-        + target * INDEX  # labels
-    )
+    """Keep what the loss needs: it computes its gradients at once; that of the vocabulary is counted with gradients."""
+    return target * config.hidden_size * how.bytes  # the gradient of what the vocabulary is compared with
 
 
 def final_norm(config: PyramidionConfig, tokens: int) -> int:

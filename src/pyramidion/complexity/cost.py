@@ -157,7 +157,7 @@ def _encoder_rows(config: PyramidionConfig, length: int | None, how: Precision) 
         yield Row("encoder feed-forward", layer, products.feed_forward(config, tokens), transformed)
         if size.pooling is not None:
             yield Row("scoring", layer, products.scoring(config, size), kept.scoring(config, size, how))
-            yield Row("pooling", layer, products.pooling(config, size), kept.pooling(config, size))
+            yield Row("pooling", layer, products.pooling(config, size), kept.pooling(config, size, how))
 
 
 def _decoder_rows(config: PyramidionConfig, length: int | None, target: int, how: Precision) -> Iterator[Row]:

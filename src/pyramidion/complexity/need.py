@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pyramidion.complexity.activations import FLOAT
 from pyramidion.complexity.cost import count
 from pyramidion.complexity.parameters import matrix_elements, parameters
-from pyramidion.complexity.sizes import encoder_sizes, memory_length
+from pyramidion.complexity.sizes import encoder_sizes
 from pyramidion.configuration_pyramidion import PyramidionConfig
+from pyramidion.kernels.loss import ROOM
 
 STATE = 16  # bytes a parameter: weight, gradient and Adam's two moments, all in float32
 SHARE, RESERVE = 0.1, 2**30  # the margin: for what the allocator cannot place, and for CUDA's own
@@ -55,16 +56,16 @@ def training_need(
     """Estimate what training on `batch` documents at once needs, without checkpointing, on one GPU."""
     kept = count(config, length=length, target=target, batch=batch, bytes=bytes).bytes
     cast = matrix_elements(config) * bytes if bytes < FLOAT else 0
-    return Need(STATE * parameters(config), cast, kept, batch * _passing(config, length, target, bytes))
+    return Need(STATE * parameters(config), cast, kept, _passing(config, length, target, batch, bytes))
 
 
-def _passing(config: PyramidionConfig, length: int | None, target: int, bytes: int) -> int:
-    """Estimate the largest of what is needed for a moment, for one document."""
-    d, sizes = config.hidden_size, encoder_sizes(config, length)
-    loss = target * config.vocab_size * (bytes + 2 * FLOAT)  # the logits, and the gradients on both sides of softmax
-    if bytes < FLOAT:
-        loss += memory_length(sizes) * d * FLOAT  # the memory, which the model returns; what is kept are its casts
-    layer = sizes[0].places * (3 * config.intermediate_size * bytes + 2 * d * FLOAT)  # feed-forward, backward
+def _passing(config: PyramidionConfig, length: int | None, target: int, batch: int, bytes: int) -> int:
+    """Estimate the largest of what is needed for a moment."""
+    loss = min(batch * target * config.vocab_size * bytes, ROOM)  # a chunk of the logits
+    places = encoder_sizes(config, length)[0].places
+    layer = (
+        batch * places * (3 * config.intermediate_size * bytes + 2 * config.hidden_size * FLOAT)
+    )  # feed-forward, backward
     return max(loss, layer)
 
 

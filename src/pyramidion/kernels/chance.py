@@ -1,7 +1,7 @@
 """Dropout inside a kernel: who is kept is decided anew from a seed whenever it is asked, so that no mask is stored.
 
-One draw of Philox (4 x 32 bits, 7 rounds) decides for 8 elements by 16 bits each: dropout then costs no time beside the
-memory that a kernel reads. A rate is therefore a multiple of 1/65536, and what is kept is scaled by exactly that.
+One draw of Philox (4 x 32 bits, 7 rounds) decides for 8 neighbours by 16 bits each. A thread reads just these in one
+access, so nobody draws twice. A rate is therefore a multiple of 1/65536, and what is kept is scaled by exactly that.
 """
 
 import torch
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PARTS = 8  # elements that share a draw
+PARTS = 8  # neighbours that share a draw
 
 
 @triton.jit
 def keeps(seed, draw, part, threshold):
-    """Decide which elements stay: those of `part` [8 1], 0 to 7, of each `draw` [1 n] -> [8 n]."""
+    """Decide which elements stay: those of `part` [1 8], 0 to 7, of each `draw` [n 1] -> [n 8]."""
     one, two, three, four = tl.randint4x(seed, draw, n_rounds=7)
     pair = part // 2
     word = tl.where(pair == 0, one, tl.where(pair == 1, two, tl.where(pair == 2, three, four)))

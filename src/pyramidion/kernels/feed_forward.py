@@ -25,12 +25,11 @@ def relu_dropout(x: Tensor, dropout: float) -> Tensor:
 
 @triton.jit
 def relu_dropout_forward(x, out, seeds, size, limit, growth, LANES: tl.constexpr):
-    """Decide for 8 runs of LANES numbers, each draw for one number of every run."""
-    part, lane = tl.arange(0, 8)[:, None], tl.arange(0, LANES)[None, :]
-    block = tl.program_id(0).to(tl.int64)
-    place = block * (8 * LANES) + part * LANES + lane
+    """Decide for 8 numbers by each of LANES draws."""
+    lane, part = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[:, None], tl.arange(0, 8)[None, :]
+    place = lane * 8 + part
     value = tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
-    kept = (value > 0) & keeps(tl.load(seeds), (block * LANES + lane).to(tl.uint32), part, limit)
+    kept = (value > 0) & keeps(tl.load(seeds), lane.to(tl.uint32), part, limit)
     tl.store(out + place, tl.where(kept, value * growth, 0.0).to(out.dtype.element_ty), mask=place < size)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,6 +18,12 @@ def add_norm(
 
         return residual.add_norm(x, change, weight, bias, dropout, eps)
     return F.layer_norm(x + F.dropout(change, dropout), weight.shape, weight, bias, eps)
+
+
+def stream(x: Tensor) -> Tensor:
+    """Give x in the precision in which `add_norm` hands it on: under autocast in half, where the kernels serve."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if served(x) and torch.is_autocast_enabled(kind) else x
 
 
 def activate(x: Tensor, activation: Callable[[Tensor], Tensor], *, relu: bool, dropout: float = 0.0) -> Tensor:

@@ -6,19 +6,19 @@ number, therefore backward has nothing left to do but to scale. Those gradients 
 a count of tokens, small probabilities would vanish in float16.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyramidion.kernels.launching import HAS_TRITON, launch, served
+from pyramidion.kernels.launching import served
 from pyramidion.kernels.registration import Operator
 
 ROOM = 512 << 20  # bytes of the logits of a chunk: each chunk reads and writes the whole gradient of the weight
 CPU_ROOM = 32 << 20
 ALIGNED = 64  # logits; rows start at multiples of it, else the products with an odd vocabulary are slow
-BLOCK = 4096  # logits a program holds at a time
 
 
 def linear_cross_entropy(
@@ -48,7 +48,7 @@ def linear_cross_entropy(
     _check(x, weight, labels, smoothing, ignored, chunk)
     learns = torch.is_grad_enabled()
     wants = learns and x.requires_grad, learns and weight.requires_grad
-    total: Tensor = _sum(x, weight, labels, smoothing, ignored, chunk, _precision(x), served(x), *wants)[0]
+    total: Tensor = _sum(x, weight, labels, float(smoothing), ignored, chunk, _precision(x), served(x), *wants)[0]
     if count is None:
         count = (labels != ignored).sum().clamp(min=1)
     return total / (count.to(total.dtype) if isinstance(count, Tensor) else count)
@@ -66,7 +66,8 @@ def _forward(
         x, weight, labels, smoothing, ignored, chunk, dtype, fused, of_x, of_weight
     )
     (t, _), v = x.shape, weight.shape[0]
-    size = chunk or _fit(t, v, dtype, x.device)
+    size = chunk or _fit(t, v, dtype if fused else total.dtype, x.device)
+    score_rows = _kernel() if fused else _score
     losses, factor = total.new_empty(t), weight.to(dtype)
     room = x.new_empty(min(size, t), -(-v // ALIGNED) * ALIGNED, dtype=dtype)[:, :v]  # the one chunk of logits
     grad_weight.zero_()
@@ -74,10 +75,8 @@ def _forward(
         rows = slice(start, min(start + size, t))
         some = x[rows].to(dtype)
         logits = torch.mm(some, factor.T, out=room[: rows.stop - start])
-        (_score_fused if fused else _score)(
-            logits, labels[rows], losses[rows], smoothing, ignored, of_x or of_weight
-        )  # logits are gradients from here on
-        if of_x:
+        score_rows(logits, labels[rows], losses[rows], smoothing, ignored, of_x or of_weight)
+        if of_x:  # the logits are gradients from here on
             torch.mm(logits, factor, out=grad_x[rows])
         if of_weight:
             _add_product(grad_weight, logits.T, some)
@@ -104,7 +103,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to a total that is in float32 at least, on a GPU without rounding on the way."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif total.is_cuda:
+    elif total.is_cuda and torch.version.cuda is not None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
@@ -131,7 +130,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _grad(ctx: Any, backward: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+def _grad(ctx: Any, backward: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 10
     scaled = backward(grad, *ctx.saved_tensors, *ctx.dtypes)
     return *(given if wanted else None for given, wanted in zip(scaled, ctx.wants, strict=True)), *[None] * 8
 
@@ -143,6 +144,12 @@ _sum = Operator(
 
 
 # ------------------------------------------------------------------------------------------------------ rows of logits
+
+
+def _kernel() -> Callable[..., None]:
+    from pyramidion.kernels.cross_entropy import score_rows  # late: it imports Triton
+
+    return score_rows
 
 
 def _score(logits: Tensor, labels: Tensor, losses: Tensor, smoothing: float, ignored: int, learns: bool) -> None:
@@ -160,78 +167,6 @@ def _score(logits: Tensor, labels: Tensor, losses: Tensor, smoothing: float, ign
         if smoothing:
             row -= smoothing / logits.shape[1]
         logits.copy_(row.masked_fill_(hole.unsqueeze(1), 0))
-
-
-def _score_fused(logits: Tensor, labels: Tensor, losses: Tensor, smoothing: float, ignored: int, learns: bool) -> None:
-    """Do the same in one kernel, a program a row."""
-    c, v = logits.shape
-    block = min(BLOCK, triton.next_power_of_2(v))
-    launch(
-        score, (c,), logits, labels.contiguous(), losses, logits.stride(0), v, smoothing, ignored,
-        SMOOTHS=smoothing > 0, LEARNS=learns, BLOCK=block, num_warps=max(1, min(8, block // 256)),
-    )  # fmt: skip
-
-
-if HAS_TRITON:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def measure(logits, v, origin, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr):
-        """Read a row once -> its maximum, the sum of exp(logit - maximum), and that of logit - origin."""
-        top, total, level = -float("inf"), 0.0, 0.0
-        for start in range(0, v, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            logit = tl.load(logits + column, mask=column < v, other=-float("inf")).to(tl.float32)
-            higher = tl.maximum(top, tl.max(logit, 0))
-            pivot = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but -inf so far: no difference of two
-            total = total * tl.exp(top - pivot) + tl.sum(tl.exp(logit - pivot), 0)
-            top = higher
-            if SMOOTHS:
-                level += tl.sum(tl.where(column < v, logit - origin, 0.0), 0)
-        return top, total, level
-
-    @triton.jit
-    def overwrite(logits, v, label, top, share, smoothing, BLOCK: tl.constexpr):
-        """Put the gradient of a row where its logits were: the softmax less the smoothed label."""
-        for start in range(0, v, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            logit = tl.load(logits + column, mask=column < v, other=-float("inf")).to(tl.float32)
-            due = tl.where(column == label, 1.0 - smoothing, 0.0) + smoothing / v
-            tl.store(logits + column, (tl.exp(logit - top) * share - due).to(logits.dtype.element_ty), mask=column < v)
-
-    @triton.jit
-    def clear(logits, v, BLOCK: tl.constexpr):
-        """Put zeros where the logits of a row were."""
-        for start in range(0, v, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            tl.store(logits + column, tl.zeros([BLOCK], logits.dtype.element_ty), mask=column < v)
-
-    @triton.jit
-    def score(
-        logits, labels, losses, stride, v, smoothing, ignored,
-        SMOOTHS: tl.constexpr, LEARNS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """Find the loss of a row by differences alone, so that large logits cost no digits, and its gradient."""
-        row = tl.program_id(0).to(tl.int64)
-        logits += row * stride
-        label = tl.load(labels + row)
-        if label == ignored:
-            tl.store(losses + row, 0.0)
-            if LEARNS:
-                clear(logits, v, BLOCK)
-        else:
-            known = (label >= 0) & (label < v)
-            own = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
-            origin = tl.where(own == -float("inf"), 0.0, own)
-            top, total, level = measure(logits, v, origin, SMOOTHS, BLOCK)
-            loss = (top - own) + tl.log(total)
-            if SMOOTHS:
-                loss = loss * (1.0 - smoothing) + ((top - origin) + tl.log(total) - level / v) * smoothing
-            tl.store(losses + row, loss)
-            if LEARNS:
-                tl.debug_barrier()  # all have read before the first overwrites
-                overwrite(logits, v, label, top, tl.where(known, 1.0 / total, float("nan")), smoothing, BLOCK)
 
 
 # ------------------------------------------------------------------------------------------------------------ the door
@@ -253,6 +188,10 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor, smoothing: float, ignored:
         raise ValueError(
             f"`labels` must be int64, one for each of the {x.shape[0]} rows of `x`, "
             f"got {labels.dtype} of shape {list(labels.shape)}."
+        )
+    if not x.device == weight.device == labels.device:
+        raise ValueError(
+            f"`x`, `weight` and `labels` must be on one device, got {x.device}, {weight.device} and {labels.device}."
         )
     if not 0 <= smoothing <= 1:
         raise ValueError(f"`smoothing` must be from 0 to 1, got {smoothing}.")

@@ -30,7 +30,7 @@ def add_norm(x: Tensor, change: Tensor, weight: Tensor, bias: Tensor, dropout: f
 
 @triton.jit
 def load_sum(x, change, seed, row, column, inside, part, lane, limit, growth, D: tl.constexpr, DROPS: tl.constexpr):
-    """Load a row of both [8 n] and add them, after dropout; also say who was kept."""
+    """Load a row of both [n 8] and add them, after dropout; also say who was kept."""
     mine = tl.load(x + row * D + column, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(change + row * D + column, mask=inside, other=0.0).to(tl.float32)
     kept = inside
@@ -46,8 +46,8 @@ def add_norm_forward(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """Normalise the sums of ROWS rows, one after the other."""
-    part, lane = tl.arange(0, 8)[:, None], tl.arange(0, BLOCK)[None, :]
-    column, inside = part * (D // 8) + lane, (lane < D // 8) & (part < 8)
+    lane, part = tl.arange(0, BLOCK)[:, None], tl.arange(0, 8)[None, :]
+    column, inside = lane * 8 + part, (lane < D // 8) & (part < 8)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     seed = tl.load(seeds) if DROPS else 0
@@ -69,11 +69,11 @@ def add_norm_backward(
     rows, limit, growth, D: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """Go back through the rows of one program, and sum what they ask of weight and bias."""
-    part, lane = tl.arange(0, 8)[:, None], tl.arange(0, BLOCK)[None, :]
-    column, inside = part * (D // 8) + lane, (lane < D // 8) & (part < 8)
+    lane, part = tl.arange(0, BLOCK)[:, None], tl.arange(0, 8)[None, :]
+    column, inside = lane * 8 + part, (lane < D // 8) & (part < 8)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     seed = tl.load(seeds) if DROPS else 0
-    of_gain, of_offset = tl.zeros([8, BLOCK], tl.float32), tl.zeros([8, BLOCK], tl.float32)
+    of_gain, of_offset = tl.zeros([BLOCK, 8], tl.float32), tl.zeros([BLOCK, 8], tl.float32)
     for start in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(start, tl.int64)
         total, kept = load_sum(x, change, seed, row, column, inside, part, lane, limit, growth, D, DROPS)

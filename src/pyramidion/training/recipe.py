@@ -107,7 +107,8 @@ def default_recipe(name: str) -> Recipe:
     """Give a preset's own recipe: the paper's, with warm-up for the deep models, and a light one for the small."""
     recipe = Recipe(preset=name)
     if find(name).paper is None:  # small ones, for a CPU
-        return replace(recipe, batch_size=16, device_batch=4, warmup_steps=100, max_target=256, save_every=100)
+        light = replace(recipe, learning_rate=2e-3, batch_size=16, device_batch=8, warmup_steps=100, max_target=256)
+        return replace(light, evaluate_every=1.0, save_every=100)
     return recipe if name.startswith("deep") else replace(recipe, warmup_steps=0)
 
 

@@ -122,6 +122,12 @@ class PyramidionTrainer(Trainer):
         pinned = self.args.device.type == "cuda"
         return EpochLoader(split, batch_sampler=batches, collate_fn=self.data_collator, pin_memory=pinned)
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Let the model itself smooth the labels: it never has all logits for the Trainer to do so."""
+        if self.recipe.label_smoothing:
+            inputs = {**inputs, "label_smoothing": self.recipe.label_smoothing}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
     # Not a number --------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -346,7 +352,6 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         weight_decay=recipe.weight_decay,
         adam_beta2=recipe.adam_beta2,
         max_grad_norm=recipe.max_grad_norm or math.inf,  # without a limit the norm is still looked at
-        label_smoothing_factor=recipe.label_smoothing,
         logging_steps=recipe.log_every,
         logging_nan_inf_filter=False,
         save_strategy="steps",
