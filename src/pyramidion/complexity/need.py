@@ -62,10 +62,8 @@ def training_need(
 def _passing(config: PyramidionConfig, length: int | None, target: int, batch: int, bytes: int) -> int:
     """Estimate the largest of what is needed for a moment."""
     loss = min(batch * target * config.vocab_size * bytes, ROOM)  # a chunk of the logits
-    places = encoder_sizes(config, length)[0].places
-    layer = (
-        batch * places * (3 * config.intermediate_size * bytes + 2 * config.hidden_size * FLOAT)
-    )  # feed-forward, backward
+    layer = batch * encoder_sizes(config, length)[0].places * 2 * config.intermediate_size * bytes
+    # the gradients before and behind the activation, in the backward pass of a feed-forward network
     return max(loss, layer)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from pyramidion.bench.topk import Settings
+from pyramidion.cli.bench import bench
+from pyramidion.cli.screen import read, refuse, screen, watch
 
 main = typer.Typer(
     name="pyramidion",
@@ -21,7 +19,6 @@ main = typer.Typer(
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measure what the library does, on this machine.", no_args_is_help=True)
 main.add_typer(bench, name="bench")
 
 
@@ -49,15 +46,15 @@ def demo(
     Example: pyramidion demo report.txt --keep 32
     """
     if keep < 1:
-        _refuse(f"`--keep` must be at least 1, got {keep}.")
+        refuse(f"`--keep` must be at least 1, got {keep}.")
     if file is not None and not file.is_file():
-        _refuse(f"`FILE` must be a text file that exists, got {str(file)!r}.")
+        refuse(f"`FILE` must be a text file that exists, got {str(file)!r}.")
     from pyramidion.demo import run
 
     try:
         run(file, keep)
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 @main.command()
@@ -74,7 +71,7 @@ def presets(
     try:
         chosen = None if name is None else find(name)
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     if as_json:
         import json
 
@@ -117,9 +114,9 @@ def complexity(
     """
     for option, number in {"length": length, "target": target, "batch": batch}.items():
         if number is not None and number < 1:
-            _refuse(f"`--{option}` must be at least 1, got {number}.")
+            refuse(f"`--{option}` must be at least 1, got {number}.")
     if bytes not in (2, 4):
-        _refuse(f"`--bytes` must be 2 or 4, got {bytes}.")
+        refuse(f"`--bytes` must be 2 or 4, got {bytes}.")
     if preset is None and (compare or fit or not (table or claims or plot)):
         preset = "deep-pyramidion"
     named = {"--preset": preset, "--compare": compare}
@@ -136,8 +133,8 @@ def _count(named: dict[str, str], fit: str | None, as_json: bool, **asked: Any) 
     from pyramidion.presets import find
 
     for option, name in named.items():
-        _read(option, find, name)
-    memory = None if fit is None else _read("--fit", parse_memory, fit)
+        read(option, find, name)
+    memory = None if fit is None else read("--fit", parse_memory, fit)
     question = Question(tuple(named.values()), memory=memory, **asked)
     if as_json:
         import json
@@ -157,20 +154,11 @@ def _draw_cost(path: Path) -> None:
     from pyramidion.complexity.plot import write_plot
 
     try:
-        typer.echo(_read("--plot", write_plot, path), err=True)
+        typer.echo(read("--plot", write_plot, path), err=True)
     except ImportError:
-        _refuse("`--plot` must have matplotlib to draw with: pip install 'pyramidion[bench]'.")
+        refuse("`--plot` must have matplotlib to draw with: pip install 'pyramidion[bench]'.")
     except OSError as error:
-        _refuse(f"`--plot` must be a file that can be written, got {str(path)!r}: {error.strerror}.")
-
-
-def _read(option: str, read: Callable[[Any], Any], value: Any) -> Any:
-    """Read the value of an option, or refuse it under the option's name."""
-    try:
-        return read(value)
-    except ValueError as error:
-        _, quote, rule = str(error).partition("` ")
-        _refuse(f"`{option}{quote}{rule}")
+        refuse(f"`--plot` must be a file that can be written, got {str(path)!r}: {error.strerror}.")
 
 
 @main.command()
@@ -211,7 +199,7 @@ def prepare(
     named = [pair.partition("=") for pair in split or []]
     for name, equals, path in named:
         if not (name and equals and path):
-            _refuse(f"`--split` must be NAME=PATH, got {name + equals + path!r}.")
+            refuse(f"`--split` must be NAME=PATH, got {name + equals + path!r}.")
     asked: dict[str, Any] = {"validation": validation, "tokenizer": tokenizer, "vocab_size": vocab_size}
     asked |= {"on_bad_line": on_bad_line, "max_source": max_source, "workers": workers, "force": force}
     pairs = [(name, path) for name, _, path in named]
@@ -232,17 +220,17 @@ def _prepare(
         settings = Settings(found, output, **asked)
         for line in describe(found, unread):
             typer.echo(line, err=True)
-        result = _watch(lambda tell: prepare(settings, tell))
+        result = watch(lambda tell: prepare(settings, tell))
     except BadLines as error:
         for line in error.shown:
             typer.echo(line, err=True)
-        _refuse(str(error))
+        refuse(str(error))
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except ImportError as error:
-        _refuse(f"`prepare` needs {error.name} for this: pip install 'pyramidion[train]'.")
+        refuse(f"`prepare` needs {error.name} for this: pip install 'pyramidion[train]'.")
     except OSError as error:
-        _refuse(f"`prepare` must be able to read and write its files: {error}.")
+        refuse(f"`prepare` must be able to read and write its files: {error}.")
     show(result.report, result.notes, result.store.path, result.text_bytes, result.seconds)
 
 
@@ -275,7 +263,7 @@ def train(
     try:
         chosen = read_recipe(recipe, {**named, **_assignments(settings or [])})
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     if show:
         import yaml
 
@@ -289,10 +277,10 @@ def train(
 
     first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
     try:
-        with _screen(first, several=True) as (tell, progress):
+        with screen(first, several=True) as (tell, progress):
             train(chosen, data, output, tell=tell, progress=progress, machine=machine(device_of(chosen)))
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except TrainingStopped as error:
         typer.echo(f"pyramidion: {error}", err=True)
         raise typer.Exit(1) from None
@@ -320,11 +308,11 @@ def curves(
         if output is not None:
             typer.echo(write_curves(output, found), err=True)
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except ImportError:
-        _refuse("`--output` must have matplotlib to draw with: pip install 'pyramidion[bench]'.")
+        refuse("`--output` must have matplotlib to draw with: pip install 'pyramidion[bench]'.")
     except OSError as error:
-        _refuse(f"`--output` must be a file that can be written, got {str(output)!r}: {error.strerror}.")
+        refuse(f"`--output` must be a file that can be written, got {str(output)!r}: {error.strerror}.")
 
 
 def _assignments(texts: list[str]) -> dict[str, Any]:
@@ -334,180 +322,12 @@ def _assignments(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            _refuse(f"`--set` must be name=value, got {text!r}.")
+            refuse(f"`--set` must be name=value, got {text!r}.")
         try:
             found[name] = yaml.safe_load(value)
         except yaml.YAMLError:
             found[name] = value
     return found
-
-
-@bench.command()
-def topk(
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
-    batch: Annotated[int | None, typer.Option(help="Documents at once. [2 on a CPU, 16 on a GPU]")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the vectors. [512]")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Pairs n:k, from n vectors to k: 2048:512,8192:512.")] = None,
-    methods: Annotated[str | None, typer.Option(help="Names separated by commas. [all of them]")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of the vectors; scores stay float32.")] = "float32",
-    output: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("benchmarks/results"),
-    budget: Annotated[float | None, typer.Option(help="Seconds one call may take. [1 on a CPU, 0.15 on a GPU]")] = None,
-    name: Annotated[str, typer.Option(help="What the result files are called, before hardware and date.")] = "topk",
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats: seconds, to see it work.")] = False,
-) -> None:
-    """Compare the tournament with its rivals: time, memory, likeness to the true top k, gradient.
-
-    Writes JSON, a Markdown table and three figures, named what_hardware_date. A method that does not fit in memory or
-    in its budget is listed as skipped, with the reason.
-
-    Example: pyramidion bench topk --sizes 8192:512 --methods halving,hard
-    """
-    given = {"batch": batch, "width": width, "sizes": sizes, "methods": methods, "budget": budget, "dtype": dtype}
-    if output.exists() and not output.is_dir():
-        _refuse(f"`--output` must be a folder, got the file {str(output)!r}.")
-    settings = _topk_settings(device, quick, {key: value for key, value in given.items() if value is not None})
-    _measure_topk(settings, name, output)
-
-
-def _topk_settings(device: str, quick: bool, given: dict[str, Any]) -> Settings:
-    from pyramidion.bench.topk import default_settings, parse_methods, parse_sizes
-
-    readers = {"sizes": parse_sizes, "methods": parse_methods}
-    try:
-        read = {key: readers[key](value) if key in readers else value for key, value in given.items()}
-        return default_settings(device, quick=quick, **read)
-    except ValueError as error:
-        _refuse(str(error))
-
-
-def _measure_topk(settings: Settings, name: str, output: Path) -> None:
-    from rich.console import Console
-
-    from pyramidion.bench.measure import machine
-    from pyramidion.bench.topk import run
-    from pyramidion.bench.topk_report import rich_tables, write
-
-    result = _watch(lambda tell: run(settings, tell=tell))
-    console = Console() if sys.stdout.isatty() else Console(width=140)
-    for table in rich_tables(result):
-        console.print(table)
-    for path in write(result, machine(settings.device), output, name):
-        typer.echo(path)
-
-
-def _watch(run: Callable[[Callable[[int, int, str], None]], Any]) -> Any:
-    """Run something that tells how far it is, with a progress bar."""
-    with _screen() as (_, progress):
-        return run(progress)
-
-
-@contextmanager
-def _screen(
-    shown: bool = True, *, several: bool = False
-) -> Iterator[tuple[Callable[[str], None], Callable[[int, int, str], None]]]:
-    """Give two functions, for lines and for how far something is: a bar below the lines, all on standard error.
-
-    several  each thing that is being done has a bar of its own, which goes when it is done
-    """
-    if not shown:
-        yield lambda line: None, lambda done, total, what: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description:<36}"), *counts)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(done: int, total: int, what: str) -> None:
-            key = what if several else ""
-            if key not in tasks:
-                tasks[key] = bar.add_task(what)
-            bar.update(tasks[key], completed=done, total=total, description=what)
-            if several and done == total:
-                bar.remove_task(tasks.pop(key))
-
-        yield console.print, progress
-
-
-@bench.command()
-def torture(
-    kills: Annotated[int, typer.Option(help="Runs that are killed, half of them inside saving.")] = 50,
-    damages: Annotated[int, typer.Option(help="Files that are damaged: bits flipped, shortened, removed.")] = 1000,
-    terms: Annotated[int, typer.Option(help="Runs that get SIGTERM, half of them with two processes.")] = 30,
-    steps: Annotated[int, typer.Option(help="Steps of a run.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of the moments and places.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("benchmarks/results"),
-) -> None:
-    """Kill training runs, damage their checkpoints, and see that nothing is lost.
-
-    Every run is resumed and compared, to the bit, with one that nobody interrupted. Writes JSON and a Markdown table.
-
-    Example: pyramidion bench torture --kills 4 --damages 100 --terms 4
-    """
-    import tempfile
-
-    from pyramidion.bench.measure import machine
-    from pyramidion.bench.torture import Settings, run, write
-
-    for name, value in {"kills": kills, "damages": damages, "terms": terms, "steps": steps}.items():
-        if value < 1:
-            _refuse(f"`--{name}` must be at least 1, got {value}.")
-    settings = Settings(kills=kills, damages=damages, terms=terms, steps=steps, seed=seed)
-    with tempfile.TemporaryDirectory() as folder:
-        result = _watch(lambda tell: run(settings, Path(folder), tell))
-    written = write(result, machine("cpu"), output, "torture")
-    typer.echo(written[1].read_text())
-    for path in written:
-        typer.echo(path)
-    if any(row["survived"] != row["tried"] for row in result["rows"]):
-        raise typer.Exit(1)
-
-
-@bench.command()
-def padding(
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
-    presets: Annotated[str | None, typer.Option(help="Names separated by commas. [two that suit the device]")] = None,
-    batch: Annotated[int | None, typer.Option(help="Documents at once. [4 on a CPU, 16 on a GPU]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16. [bfloat16 on a GPU]")] = None,
-    shortest: Annotated[int, typer.Option(help="Tokens of the shortest document.")] = 512,
-    longest: Annotated[int, typer.Option(help="Tokens of the longest document.")] = 8192,
-    repeats: Annotated[int | None, typer.Option(help="Turns of each batch. [5 on a CPU, 9 on a GPU]")] = None,
-    output: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("benchmarks/results"),
-    name: Annotated[str, typer.Option(help="What the result files are called, before hardware and date.")] = "padding",
-) -> None:
-    """Measure what documents of mixed lengths cost in one batch, beside the same documents cut to equal length.
-
-    Writes JSON and a Markdown table, named what_hardware_date.
-
-    Example: pyramidion bench padding --presets row-5,row-24 --batch 2
-    """
-    from pyramidion.bench.measure import machine
-    from pyramidion.bench.padding import default_settings, run, write
-
-    if output.exists() and not output.is_dir():
-        _refuse(f"`--output` must be a folder, got the file {str(output)!r}.")
-    named = None if presets is None else tuple(presets.split(","))
-    given = {"presets": named, "batch": batch, "dtype": dtype, "repeats": repeats}
-    kept = {key: value for key, value in given.items() if value is not None}
-    try:
-        settings = default_settings(device, shortest=shortest, longest=longest, **kept)
-    except ValueError as error:
-        _refuse(str(error))
-    result = _watch(lambda tell: run(settings, tell=tell))
-    written = write(result, machine(settings.device), output, name)
-    typer.echo(written[1].read_text())
-    for path in written:
-        typer.echo(path)
 
 
 @main.command()
@@ -543,14 +363,14 @@ def evaluate(
       pyramidion evaluate --predictions runs/a/evaluation-val --compare runs/b/evaluation-val
     """
     if (model is None) == (predictions is None):
-        _refuse(f"Exactly one of `--model` and `--predictions` must be given, got {'both' if model else 'neither'}.")
+        refuse(f"Exactly one of `--model` and `--predictions` must be given, got {'both' if model else 'neither'}.")
     if model is not None and data is None:
-        _refuse("`--data` must name a token store for the model to read, got none.")
+        refuse("`--data` must name a token store for the model to read, got none.")
     for option, number in {"limit": limit, "batch-size": batch_size, "workers": workers}.items():
         if number is not None and number < 1:
-            _refuse(f"`--{option}` must be at least 1, got {number}.")
+            refuse(f"`--{option}` must be at least 1, got {number}.")
     if dtype not in (None, "float32", "bfloat16", "float16"):
-        _refuse(f"`--dtype` must be float32, bfloat16 or float16, got {dtype!r}.")
+        refuse(f"`--dtype` must be float32, bfloat16 or float16, got {dtype!r}.")
     given = {"num_beams": num_beams, "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens}
     options = {**given, "length_penalty": length_penalty, "no_repeat_ngram_size": no_repeat_ngram_size}
     named = tuple(filter(None, baselines.split(",")))
@@ -561,7 +381,7 @@ def evaluate(
     try:
         _evaluate(source, predictions, compare, workers, as_json)
     except (ValueError, OSError) as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def _evaluate(
@@ -579,13 +399,13 @@ def _evaluate(
         read_predictions(compare)  # a wrong name is said before the work, not after it
     output = source["output"]
     if file is None:
-        evaluation = _watch(lambda tell: run(Plan(**source), tell))
+        evaluation = watch(lambda tell: run(Plan(**source), tell))
     else:
         data, split = source.pop("data"), source.pop("split")
         opened = None if data is None else open_split(data, split)[1]
-        evaluation = _watch(lambda tell: from_file(file, tell, split=opened, **source))
+        evaluation = watch(lambda tell: from_file(file, tell, split=opened, **source))
     processes = min(os.cpu_count() or 1, 8) if workers is None else workers
-    scores = _watch(lambda tell: score(evaluation, compare, workers=processes, tell=tell))
+    scores = watch(lambda tell: score(evaluation, compare, workers=processes, tell=tell))
     table = to_markdown(scores)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows a question mark
@@ -628,16 +448,6 @@ def summarize(
     try:
         failed = run(call, lambda said: typer.echo(f"pyramidion: {said}", err=True))
     except (ValueError, OSError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     if failed:
         raise typer.Exit(failed)
-
-
-def _refuse(message: str) -> NoReturn:
-    """End with one line that names the rule and the value, and the exit code of a wrong call."""
-    typer.echo(f"pyramidion: {message}", err=True)
-    raise typer.Exit(2)
-
-
-if __name__ == "__main__":
-    main()
