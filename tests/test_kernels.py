@@ -58,45 +58,60 @@ def near(found: Tensor, want: Tensor, plain: Tensor, what: str) -> None:
     assert error <= 2 * allowed + want.norm() * torch.finfo(plain.dtype).eps, f"{what}: {error:.2e}, {allowed:.2e}"
 
 
-def residual_by_torch(inputs: list[Tensor], keep: Tensor, rate: float, half: torch.dtype | None) -> Tensor:
+Inputs = list[Tensor]
+
+
+def by_torch(kind: str, inputs: Inputs, keep: Tensor, rate: float, half: torch.dtype | None) -> Inputs:
+    """Compute what the kernels do, in the precision of the inputs, or with the norm in `half`."""
     x, change, weight, bias = inputs
-    change = torch.where(keep.to(x.device).view(change.shape), change * scale(rate), 0.0)
-    out = F.layer_norm((x + change).to(weight.dtype), weight.shape, weight, bias)
-    return out.to(half or x.dtype)
+    total = x if kind == "norm" else x + torch.where(keep.to(x.device).view(x.shape), change * scale(rate), 0.0)
+    normed = F.layer_norm(total.to(weight.dtype), weight.shape, weight, bias).to(half or x.dtype)
+    return {"norm": [normed], "add_norm": [normed], "add_and_norm": [total.to(x.dtype), normed], "add": [total]}[kind]
+
+
+def by_kernels(kind: str, inputs: Inputs, rate: float, half: torch.dtype) -> Inputs:
+    x, change, weight, bias = inputs
+    with torch.autocast(DEVICE, half, enabled=half != torch.float32):
+        if kind == "norm":
+            return [residual.norm(x, weight, bias, 1e-5)]
+        if kind == "add":
+            return [residual.add(x, change, rate)]
+        if kind == "add_norm":
+            return [residual.add_norm(x, change, weight, bias, rate, 1e-5)]
+        return list(residual.add_and_norm(x, change, weight, bias, rate, 1e-5))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize(("shape", "d"), [((1,), 8), ((3, 5), 24), ((7,), 768), ((2, 9), 64)])
+@pytest.mark.parametrize(("shape", "d"), [((1,), 8), ((3, 5), 24), ((7,), 768)])
 @pytest.mark.parametrize(
     ("x_dtype", "dtype"), [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
 )
-def test_add_norm(
-    shape: tuple[int, ...], d: int, rate: float, x_dtype: torch.dtype, dtype: torch.dtype, seed: int
+@pytest.mark.parametrize("kind", ["norm", "add_norm", "add_and_norm", "add"])
+def test_residual_connections(
+    kind: str, shape: tuple[int, ...], d: int, rate: float, x_dtype: torch.dtype, dtype: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(d)
     draw = lambda *size: torch.randn(size, generator=generator)  # noqa: E731
-    x, change, weight, bias = draw(*shape, d) * 3 + 1, draw(*shape, d), 1 + draw(d) / 2, draw(d)
-    along = draw(*shape, d).to(dtype)
-    inputs = [
-        part.to(DEVICE, kind)
-        for part, kind in zip((x, change, weight, bias), (x_dtype, dtype, *[torch.float32] * 2), strict=True)
-    ]
-    keep = torch.from_numpy(kept(seed, along.numel() // 8, rate))
+    sizes, dtypes = ((*shape, d), (*shape, d), (d,), (d,)), (x_dtype, dtype, torch.float32, torch.float32)
+    drawn = draw(*shape, d) * 3 + 1, draw(*shape, d), 1 + draw(d) / 2, draw(d)
+    inputs = [one.to(DEVICE, as_) for one, as_ in zip(drawn, dtypes, strict=True)]
+    assert [one.shape for one in inputs] == [torch.Size(size) for size in sizes]
+    along = [draw(*shape, d) for _ in range(2)]
+    keep = torch.from_numpy(kept(seed, along[0].numel() // 8, rate))
 
-    def both(leaves: list[Tensor], run: Any) -> list[Tensor]:
+    def both(leaves: Inputs, run: Any) -> Inputs:
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        out = run(leaves)
-        return [out, *torch.autograd.grad(out, leaves, along.to(out))]
+        outs = run(leaves)
+        arriving = [one.to(dtype).to(out) for one, out in zip(along, outs, strict=False)]
+        grads = torch.autograd.grad(outs, leaves, arriving, allow_unused=True)
+        return [*outs, *(grad for grad in grads if grad is not None)]
 
-    def fused(leaves: list[Tensor]) -> Tensor:
-        with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
-            return residual.add_norm(*leaves, rate, 1e-5)
-
-    want = both([part.double().cpu() for part in inputs], lambda leaves: residual_by_torch(leaves, keep, rate, None))
-    plain = both(inputs, lambda leaves: residual_by_torch(leaves, keep, rate, dtype))
-    names = ("out", "grad x", "grad change", "grad weight", "grad bias")
-    for name, found, exact, usual in zip(names, both(inputs, fused), want, plain, strict=True):
-        near(found, exact, usual, name)
+    want = both([one.double().cpu() for one in inputs], lambda leaves: by_torch(kind, leaves, keep, rate, None))
+    plain = both(inputs, lambda leaves: by_torch(kind, leaves, keep, rate, dtype))
+    found = both(inputs, lambda leaves: by_kernels(kind, leaves, rate, dtype))
+    assert len(found) == len(plain)
+    for place, (one, exact, usual) in enumerate(zip(found, want, plain, strict=True)):
+        near(one, exact, usual, f"{kind} {place}")
 
 
 @pytest.mark.parametrize("size", [1, 8, 2047, 2048, 5000])
@@ -132,8 +147,11 @@ def test_operators_are_registered_as_torch_asks() -> None:
     weight, bias = (torch.randn(16, device=DEVICE, requires_grad=True) for _ in range(2))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for drawn in (seed, None):
-        inputs = (x, change, weight, bias, drawn, 0.1 if drawn is not None else 0.0, 1e-5, torch.float32)
-        torch.library.opcheck(residual._add_norm.registered, inputs, test_utils=checks)
+        for changed, keeps_sum in ((change, False), (change, True), (None, False)):
+            rate = 0.1 if drawn is not None and changed is not None else 0.0
+            inputs = (x, changed, weight, bias, drawn if rate else None, rate, 1e-5, torch.float32, keeps_sum)
+            torch.library.opcheck(residual._normed.registered, inputs, test_utils=checks)
+    torch.library.opcheck(residual._added.registered, (x, change, seed, 0.1), test_utils=checks)
     torch.library.opcheck(feed_forward._relu_dropout.registered, (x, seed, 0.1), test_utils=checks)
 
 
@@ -144,4 +162,4 @@ def test_nothing_may_come_in() -> None:
     grads = torch.autograd.grad(out.sum(), (x, weight))
     assert grads[0].shape == (0, 16)
     assert torch.equal(grads[1], torch.zeros_like(weight))
-    assert feed_forward.relu_dropout(x, 0.1).shape == (0, 16)
+    assert feed_forward.relu_dropout(x, 0.1).shape == residual.add(x, x, 0.1).shape == (0, 16)

@@ -45,7 +45,7 @@ from pyramidion.attention import (
 )
 from pyramidion.attention.heads import eager, received
 from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
-from pyramidion.kernels.functions import activate, add_norm, stream
+from pyramidion.kernels.functions import activate, add, add_and_norm, add_norm, norm, stream
 from pyramidion.kernels.loss import linear_cross_entropy
 from pyramidion.pooling import Pooler, StridedPooler, make_pooler
 from pyramidion.topk import Selection, hard_topk
@@ -121,20 +121,55 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
+class PyramidionNorm(nn.LayerNorm):
+    """Normalise by itself, or together with the sum in front of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.bias, eps=self.eps)
+
+    def of_sum(self, x: Tensor, change: Tensor, dropout: float) -> Tensor:
+        """Normalise x + dropout(change)."""
+        return add_norm(x, change, self.weight, self.bias, dropout=dropout, eps=self.eps)
+
+    def and_sum(self, x: Tensor, change: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
+        """Give x + dropout(change), and its norm."""
+        return add_and_norm(x, change, self.weight, self.bias, dropout=dropout, eps=self.eps)
+
+
 class PyramidionResidual(nn.Module):
     """Add a sublayer to its input, with the norm behind the sum (the paper) or in front of the sublayer."""
 
     def __init__(self, config: PyramidionConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.pre, self.dropout = config.pre_norm, config.dropout
+        self.norm = PyramidionNorm(config.hidden_size)
+        self.rate = config.dropout
 
-    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
-        change, extra = sublayer(self.norm(x) if self.pre else x)
-        rate = self.dropout if self.training else 0.0
-        if self.pre:
-            return x + F.dropout(change, rate), extra
-        return add_norm(x, change, self.norm.weight, self.norm.bias, dropout=rate, eps=self.norm.eps), extra
+    @property
+    def dropout(self) -> float:
+        """Give the share of a sublayer's result to drop now."""
+        return self.rate if self.training else 0.0
+
+
+Sublayer = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+def through(x: Tensor, *steps: tuple[PyramidionResidual, Sublayer], pre_norm: bool) -> tuple[Tensor, list[Any]]:
+    """Go through the sublayers of a layer, each with its residual connection; give also what they say beside.
+
+    Where norms stand first, each is computed together with the sum before it.
+    """
+    extras = []
+    normed = steps[0][0].norm(x) if pre_norm else x
+    for place, (residual, sublayer) in enumerate(steps):
+        change, extra = sublayer(normed)
+        extras.append(extra)
+        if not pre_norm:
+            x = normed = residual.norm.of_sum(x, change, residual.dropout)
+        elif place + 1 < len(steps):
+            x, normed = steps[place + 1][0].norm.and_sum(x, change, residual.dropout)
+        else:
+            x = add(x, change, dropout=residual.dropout)
+    return x, extras
 
 
 class PyramidionFeedForward(nn.Module):
@@ -221,8 +256,12 @@ class PyramidionEncoderLayer(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         way = eager if self.counted else partial(attend, self)
-        x, weights = self.attention_residual(x, lambda x: self.attention(x, layout, attend=way))
-        x, _ = self.feed_forward_residual(x, self.feed_forward)
+        x, (weights, _) = through(
+            x,
+            (self.attention_residual, lambda x: self.attention(x, layout, attend=way)),
+            (self.feed_forward_residual, self.feed_forward),
+            pre_norm=self.config.pre_norm,
+        )
         return x, weights
 
 
@@ -301,7 +340,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             PyramidionEncoderLayer(config, layer, counted=getattr(self.pooler_of(layer), "wants_attention", False))
             for layer in range(len(config.encoder_lengths))
         )
-        self.norm = nn.LayerNorm(config.hidden_size) if config.pre_norm else None
+        self.norm = PyramidionNorm(config.hidden_size) if config.pre_norm else None
         self.spreads = any(pooling.kind == "funnel" for pooling in config.poolings.values())
         self.post_init()
 
@@ -503,6 +542,7 @@ class PyramidionDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: PyramidionConfig, layer: int) -> None:
         super().__init__()
+        self.pre_norm = config.pre_norm
         self.attention = PyramidionDecoderAttention(config, layer, is_causal=True)
         self.attention_residual = PyramidionResidual(config)
         self.cross_attention = PyramidionDecoderAttention(config, layer, is_causal=False)
@@ -518,11 +558,16 @@ class PyramidionDecoderLayer(GradientCheckpointingLayer):
         memory_mask: Tensor | None = None,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> Tensor:
-        x, _ = self.attention_residual(x, lambda x: self.attention(x, mask, cache=past_key_values))
-        x, _ = self.cross_attention_residual(
-            x, lambda x: self.cross_attention(x, memory_mask, memory, cache=past_key_values)
+        x, _ = through(
+            x,
+            (self.attention_residual, lambda x: self.attention(x, mask, cache=past_key_values)),
+            (
+                self.cross_attention_residual,
+                lambda x: self.cross_attention(x, memory_mask, memory, cache=past_key_values),
+            ),
+            (self.feed_forward_residual, self.feed_forward),
+            pre_norm=self.pre_norm,
         )
-        x, _ = self.feed_forward_residual(x, self.feed_forward)
         return x
 
 
@@ -539,7 +584,7 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = PyramidionEmbedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(PyramidionDecoderLayer(config, layer) for layer in range(config.decoder_layers))
-        self.norm = nn.LayerNorm(config.hidden_size) if config.pre_norm else None
+        self.norm = PyramidionNorm(config.hidden_size) if config.pre_norm else None
         self.post_init()
 
     @merge_with_config_defaults

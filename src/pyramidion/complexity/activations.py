@@ -31,17 +31,18 @@ class Precision:
         """Tell whether what is multiplied is half as wide as float32."""
         return self.bytes < FLOAT
 
-    def fuses(self, config: PyramidionConfig) -> bool:
-        """Tell whether a kernel adds, drops and normalises in one go, and keeps the stream in what is multiplied."""
-        return self.device == "cuda" and not config.pre_norm
+    @property
+    def kernels(self) -> bool:
+        """Tell whether norms, sums and dropout are ours: what they give is as wide as what is multiplied."""
+        return self.device == "cuda"
 
     def stream(self, config: PyramidionConfig) -> int:
-        """Give the bytes of a number between the layers."""
-        return self.bytes if self.fuses(config) else FLOAT
+        """Give the bytes of a number between the layers: a sum is kept in float32, a norm of ours is not."""
+        return self.bytes if self.kernels and not config.pre_norm else FLOAT
 
-    def inputs(self, config: PyramidionConfig, elements: int, readers: int) -> int:
+    def inputs(self, elements: int, readers: int) -> int:
         """Keep the input of several products: one tensor, or a copy for each that has to cast it."""
-        return elements * self.bytes * (readers if self.stream(config) > self.bytes else 1)
+        return elements * self.bytes * (readers if self.cast and not self.kernels else 1)
 
     def dropped(self, elements: int, rate: float, of: int | None = None) -> int:
         """Keep which of the numbers, `of` so many bytes each, a dropout let through."""
@@ -58,8 +59,8 @@ def embedding(config: PyramidionConfig, tokens: int, how: Precision) -> int:
 def residual(config: PyramidionConfig, tokens: int, how: Precision) -> int:
     """Keep what adding a sublayer and its norm need."""
     d = config.hidden_size
-    if how.fuses(config):
-        return tokens * d * how.bytes + 2 * tokens * FLOAT  # the sublayer's result; mean and deviation
+    if how.kernels:
+        return tokens * d * how.stream(config) + 2 * tokens * FLOAT  # the sublayer's result, or the sum; its norm's
     return (
         how.dropped(tokens * d, config.dropout)  # of the sublayer's result
         + tokens * d * FLOAT  # the norm's input: the sum
@@ -74,10 +75,10 @@ def feed_forward(config: PyramidionConfig, tokens: int, how: Precision) -> int:
         config.activation_dropout,
         config.activation_function == "relu",
     )
-    fused = relu and how.device == "cuda"
+    fused = relu and how.kernels
     copies = 1 if relu and (rate == 0 or fused) else 2
     return (
-        how.inputs(config, tokens * config.hidden_size, 1)  # the input of widening
+        how.inputs(tokens * config.hidden_size, 1)  # the input of widening
         + copies * inner * how.bytes  # what the activation remembers; the input of narrowing, if it is another
         + (0 if fused else how.dropped(inner, rate))
         + residual(config, tokens, how)
@@ -87,7 +88,7 @@ def feed_forward(config: PyramidionConfig, tokens: int, how: Precision) -> int:
 def projections(config: PyramidionConfig, size: EncoderSizes, how: Precision) -> int:
     """Keep what the projections of an encoder layer read, and its residual."""
     readers = 2 if config.attention == "lsh" else 3
-    return how.inputs(config, size.places * config.hidden_size, readers) + residual(config, size.places, how)
+    return how.inputs(size.places * config.hidden_size, readers) + residual(config, size.places, how)
 
 
 def self_attention(config: PyramidionConfig, size: EncoderSizes, how: Precision) -> int:
@@ -204,7 +205,7 @@ def pooling(config: PyramidionConfig, size: EncoderSizes, how: Precision) -> int
 
 def decoder_projections(config: PyramidionConfig, target: int, how: Precision) -> int:
     """Keep what the projections of a decoder layer's self-attention read, and its residual."""
-    return how.inputs(config, target * config.hidden_size, 3) + residual(config, target, how)
+    return how.inputs(target * config.hidden_size, 3) + residual(config, target, how)
 
 
 def decoder_self_attention(config: PyramidionConfig, target: int, how: Precision) -> int:
@@ -214,12 +215,12 @@ def decoder_self_attention(config: PyramidionConfig, target: int, how: Precision
 
 def cross_projections(config: PyramidionConfig, target: int, how: Precision) -> int:
     """Keep what the queries to the memory read, and the residual."""
-    return how.inputs(config, target * config.hidden_size, 1) + residual(config, target, how)
+    return how.inputs(target * config.hidden_size, 1) + residual(config, target, how)
 
 
 def memory_projections(config: PyramidionConfig, memory: int, layer: int, how: Precision) -> int:
     """Keep what keys and values of the memory read: the memory, once for all layers unless each casts it."""
-    return how.inputs(config, memory * config.hidden_size, 2) if layer == 1 or how.stream(config) > how.bytes else 0
+    return how.inputs(memory * config.hidden_size, 2) if layer == 1 or (how.cast and not how.kernels) else 0
 
 
 def cross_attention(config: PyramidionConfig, target: int, memory: int, how: Precision) -> int:

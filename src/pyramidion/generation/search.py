@@ -1,0 +1,282 @@
+"""Which token comes next: greedy and beam search as transformers decides, on device tensors alone.
+
+`choose` takes the logits of one step and moves every buffer on by one token. It asks the device nothing, so that a
+captured graph can hold it; what would be a branch on the host is a mask here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NEVER = -1.0e9  # what transformers adds to a score that must not win
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a text is searched for, in numbers.
+
+    beams       1 is greedy
+    limit       most tokens of a text, the start token counted
+    filler      what stands behind the end of a text
+    ends        tokens that end a text
+    floor       no end before a text has so many tokens, the start token counted
+    ngram       no so many tokens in a row come twice; 0: they may
+    repetition  logits of tokens that are there already are divided by it, or multiplied where negative
+    first, last tokens that must come first, and where the limit is reached
+    """
+
+    beams: int
+    limit: int
+    filler: int
+    ends: tuple[int, ...] = ()
+    floor: int = 0
+    ngram: int = 0
+    repetition: float = 1.0
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+
+class Search:
+    """The texts so far and what is known of them, in buffers that stay where they are.
+
+    position  [1]            of the token that enters the decoder now
+    live      [1]            whether any text goes on
+    running   [b beams t+1]  the texts
+    origin    [b beams t]    which beam holds the keys and values of a position; -1 where nothing is yet
+    """
+
+    def __init__(self, rules: Rules, documents: int, vocabulary: int, device: torch.device) -> None:
+        self.rules, self.documents, self.vocabulary, self.device = rules, documents, vocabulary, device
+        shape = (documents, rules.beams, rules.limit)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.live = torch.ones(1, dtype=torch.bool, device=device)
+        self.running = torch.full(shape, rules.filler, device=device)
+        self.origin = torch.full(shape, -1, device=device)
+        self.real = torch.ones(documents, 1, dtype=torch.bool, device=device)  # [b 1], False where a batch is filled up
+        self.beams = torch.arange(rules.beams, device=device)
+        self.ends = torch.tensor(rules.ends, dtype=torch.long, device=device)
+        self.ending = self._among(rules.ends)  # [v]
+        self.first, self.last = self._only(rules.first), self._only(rules.last)  # [v]
+
+    def _among(self, tokens: tuple[int, ...]) -> Tensor:
+        marks = torch.zeros(self.vocabulary, dtype=torch.bool)
+        marks[list(tokens)] = True
+        return marks.to(self.device)
+
+    def _only(self, tokens: tuple[int, ...]) -> Tensor:
+        return torch.zeros(self.vocabulary, device=self.device).masked_fill(~self._among(tokens), -torch.inf)
+
+    def moving(self) -> list[Tensor]:
+        """List the buffers that a step changes."""
+        return [self.position, self.live, self.running, self.origin]
+
+    def reset(self, start: Tensor) -> None:
+        """Begin with the start tokens [b], where b may be fewer documents than there is room for."""
+        self.position.zero_()
+        self.live.fill_(True)
+        self.running.fill_(self.rules.filler)
+        self.origin.fill_(-1)
+        self.real.fill_(False)
+        self.real[: len(start)] = True
+        self.running[:, :, 0] = start[0]
+        self.running[: len(start), :, 0] = start.unsqueeze(1)
+
+    def tokens(self) -> Tensor:
+        """Give the tokens [b beams] that enter now, and note that their keys will be their own beam's."""
+        self.origin.index_copy_(2, self.position, self.beams.expand(self.documents, -1).unsqueeze(-1))
+        return self.running.index_select(2, self.position).squeeze(-1)
+
+    def visible(self, length: int) -> Tensor:
+        """Tell which keys each beam sees among the first `length` positions of all: [b 1 beams length*beams]."""
+        return (self.origin[:, :, :length, None] == self.beams).flatten(2).unsqueeze(1)
+
+    def shaped(self, scores: Tensor, length: int) -> Tensor:
+        """Apply the rules to scores [b*beams v], in transformers' order; `length` is at least the tokens so far."""
+        rules, position = self.rules, self.position
+        texts = self.running[:, :, :length].flatten(0, 1)  # [r l]
+        if rules.repetition != 1.0:
+            scores = _less_of(scores, texts, position, rules.repetition)
+        if 0 < rules.ngram <= length:
+            scores = _no_repeat(scores, texts, position, rules.ngram)
+        if rules.floor > 1 and rules.ends:
+            scores = scores.masked_fill(self.ending & (position + 1 < rules.floor), -torch.inf)
+        if rules.first:
+            scores = torch.where(position == 0, self.first, scores)
+        if rules.last:
+            scores = torch.where(position == rules.limit - 2, self.last, scores)
+        return scores
+
+    def ended(self, tokens: Tensor) -> Tensor:
+        """Tell which tokens [...] end a text."""
+        return (tokens.unsqueeze(-1) == self.ends).any(-1)
+
+    def choose(self, logits: Tensor, length: int) -> None:
+        """Put one token behind every text, by its logits [b*beams v]."""
+        raise NotImplementedError
+
+    def texts(self, documents: int) -> Tensor:
+        """Give what was written about the first documents [b t]: the one place that waits for the device."""
+        raise NotImplementedError
+
+
+def _less_of(scores: Tensor, texts: Tensor, position: Tensor, penalty: float) -> Tensor:
+    """Make tokens that a text [r l] has up to the position less likely."""
+    places = torch.arange(texts.shape[1], device=texts.device)
+    texts = torch.where(places <= position, texts, texts[:, :1])  # the start token stands in for what is not there yet
+    there = scores.gather(1, texts)  # [r l]
+    return scores.scatter(1, texts, torch.where(there < 0, there * penalty, there / penalty))
+
+
+def _no_repeat(scores: Tensor, texts: Tensor, position: Tensor, size: int) -> Tensor:
+    """Forbid every token that followed, in a text [r l], on the same size - 1 tokens as the text ends with."""
+    steps = torch.arange(size - 1, device=texts.device)
+    tail = texts.index_select(1, (position - (size - 2) + steps).clamp(min=0))  # [r size-1]
+    windows = texts.unfold(1, size, 1)  # [r l-size+1 size]
+    whole = torch.arange(size - 1, texts.shape[1], device=texts.device) <= position  # ends where there is text
+    same = (windows[..., :-1] == tail.unsqueeze(1)).all(-1) & whole
+    spare = scores.shape[1]
+    followed = torch.where(same, windows[..., -1], spare)
+    return F.pad(scores, (0, 1)).scatter(1, followed, -torch.inf)[:, :spare]
+
+
+class Greedy(Search):
+    """Take the likeliest token each time.
+
+    done   [b 1]  which texts have ended
+    steps  [1]    how many tokens were written before all had
+    """
+
+    def __init__(self, rules: Rules, documents: int, vocabulary: int, device: torch.device) -> None:
+        super().__init__(rules, documents, vocabulary, device)
+        self.done = torch.zeros(documents, 1, dtype=torch.bool, device=device)
+        self.steps = torch.zeros(1, dtype=torch.long, device=device)
+
+    def moving(self) -> list[Tensor]:
+        return [*super().moving(), self.done, self.steps]
+
+    def reset(self, start: Tensor) -> None:
+        super().reset(start)
+        self.done.copy_(~self.real)
+        self.steps.zero_()
+
+    def choose(self, logits: Tensor, length: int) -> None:
+        token = self.shaped(logits.float(), length).argmax(-1, keepdim=True)  # [b 1]
+        self.steps += self.live
+        if self.rules.ends:
+            token = token.masked_fill(self.done, self.rules.filler)
+            self.done |= self.ended(token)
+            self.live &= ~self.done.all()
+        self.position += 1
+        self.running.index_copy_(2, self.position, token.unsqueeze(-1))
+
+    def texts(self, documents: int) -> Tensor:
+        return self.running[:documents, 0, : int(self.steps) + 1].clone()
+
+
+class Beam(Search):
+    """Keep the likeliest beginnings, and the best texts that have ended.
+
+    totals     [b beams]      log-probabilities of the running texts
+    best       [b beams t+1]  texts that have ended, the best first
+    scores     [b beams]      theirs: log-probability by length ** length_penalty
+    lengths    [b beams]      theirs, the start token not counted
+    complete   [b beams]      whether there is such a text
+    open       [b 1]          whether a running text may still beat the worst of them
+    penalties  [t+1]          length ** length_penalty
+    """
+
+    def __init__(self, rules: Rules, documents: int, vocabulary: int, device: torch.device) -> None:
+        super().__init__(rules, documents, vocabulary, device)
+        self.kept = max(2, 1 + len(rules.ends)) * rules.beams  # enough to go on with, whatever ends
+        self.leading = torch.arange(self.kept, device=device) < rules.beams
+        self.totals = torch.zeros(documents, rules.beams, device=device)
+        self.best, self.scores = self.running.clone(), torch.zeros_like(self.totals)
+        self.lengths = torch.zeros(documents, rules.beams, dtype=torch.long, device=device)
+        self.complete = torch.zeros(documents, rules.beams, dtype=torch.bool, device=device)
+        self.open = torch.ones(documents, 1, dtype=torch.bool, device=device)
+        powers = [1.0, *(float(length) ** rules.length_penalty for length in range(1, rules.limit + 1))]
+        self.penalties = torch.tensor(powers, device=device)
+
+    def moving(self) -> list[Tensor]:
+        finished = [self.best, self.scores, self.lengths, self.complete, self.open]
+        return [*super().moving(), self.totals, *finished]
+
+    def reset(self, start: Tensor) -> None:
+        super().reset(start)
+        self.totals.fill_(NEVER)
+        self.totals[:, 0] = 0  # all beams begin alike: only the first may be continued
+        self.best.copy_(self.running)
+        self.scores.fill_(NEVER)
+        self.lengths.zero_()
+        self.complete.fill_(False)
+        self.open.fill_(True)
+
+    def choose(self, logits: Tensor, length: int) -> None:
+        change = self.shaped(logits.float().log_softmax(-1), length)  # [b*beams v]
+        totals = change.unflatten(0, (self.documents, -1)) + self.totals.unsqueeze(-1)
+        top, places = totals.flatten(1).topk(self.kept)  # [b kept]
+        parents, tokens = places // self.vocabulary, places % self.vocabulary
+        over = self.ended(tokens) | (self.position + 2 >= self.rules.limit)
+        self._finish(top, parents, tokens, over, length + 1)
+        self._go_on(top, parents, tokens, over, length + 1)
+        self.position += 1
+        self._judge(over)
+
+    def _finish(self, top: Tensor, parents: Tensor, tokens: Tensor, over: Tensor, width: int) -> None:
+        """Let candidates [b kept] that have just ended take the places of worse texts."""
+        rules, last = self.rules, self.position + 1
+        just = over & self.leading
+        score = top / self.penalties.index_select(0, last)
+        if rules.early_stopping is True:
+            score = score + self.complete.all(-1, keepdim=True).float() * NEVER
+        score = score + (~self.open).float() * NEVER
+        score = score + (~just).float() * NEVER
+        scores, places = torch.cat([self.scores, score], 1), torch.cat([self.scores, score], 1).topk(rules.beams)[1]
+        source = torch.cat([self.beams.expand_as(self.scores), rules.beams + parents], 1).gather(1, places)
+        texts = torch.cat([self.best[..., :width], self.running[..., :width]], 1)  # [b 2*beams l]
+        texts = texts.take_along_dim(source.unsqueeze(-1), 1)
+        before = self.best.index_select(2, last).squeeze(-1)
+        texts.index_copy_(2, last, torch.cat([before, tokens], 1).gather(1, places).unsqueeze(-1))
+        lengths = torch.cat([self.lengths, last.expand_as(tokens)], 1).gather(1, places)
+        complete = torch.cat([self.complete, just], 1).gather(1, places)
+        self._keep(self.best[..., :width], texts)
+        self._keep(self.scores, scores.gather(1, places))
+        self._keep(self.lengths, lengths)
+        self._keep(self.complete, complete)
+
+    def _keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Write into a result, unless all texts were there already: steps that come too late change nothing."""
+        buffer.copy_(torch.where(self.live.view([1] * value.ndim), value, buffer))
+
+    def _go_on(self, top: Tensor, parents: Tensor, tokens: Tensor, over: Tensor, width: int) -> None:
+        """Continue the likeliest candidates [b kept] that have not ended."""
+        totals = top + over.float() * NEVER
+        places = totals.topk(self.rules.beams)[1]
+        parents = parents.gather(1, places).unsqueeze(-1)  # [b beams 1]
+        texts = self.running[..., :width].take_along_dim(parents, 1)
+        texts.index_copy_(2, self.position + 1, tokens.gather(1, places).unsqueeze(-1))
+        self.running[..., :width] = texts
+        self.origin[..., :width] = self.origin[..., :width].take_along_dim(parents, 1)
+        self.totals.copy_(totals.gather(1, places))
+
+    def _judge(self, over: Tensor) -> None:
+        """Decide for which documents, and whether at all, there is something left to hope for."""
+        rules = self.rules
+        ahead = rules.early_stopping == "never" and rules.length_penalty > 0.0
+        hoped = self.penalties[rules.limit - 1] if ahead else self.penalties.index_select(0, self.position)
+        worst = self.scores.amin(1, keepdim=True).masked_fill(~self.complete, NEVER)  # [b beams]
+        self.open &= (self.totals[:, :1] / hoped > worst).any(-1, keepdim=True)
+        self.live &= (self.open & self.real).any() & ~(over | ~self.real).all()
+        if rules.early_stopping is True:
+            self.live &= ~(self.complete | ~self.real).all()
+
+    def texts(self, documents: int) -> Tensor:
+        length = int(self.lengths[:documents, 0].max())
+        return self.best[:documents, 0, : length + 1].clone()
+
+
+__all__ = ["Beam", "Greedy", "Rules", "Search"]
