@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -446,7 +447,9 @@ def summarize(
     options = {"batch_size": batch_size, "max_length": max_length, **given}
     call = Call(tuple(paths or ()), model, output, format, field, device, resume, options)
     try:
-        failed = run(call, lambda said: typer.echo(f"pyramidion: {said}", err=True))
+        with screen(output is not None) as (tell, progress):  # a bar would run into summaries on the same terminal
+            say = tell if output is not None else partial(typer.echo, err=True)
+            failed = run(call, lambda said: say(f"pyramidion: {said}"), progress)
     except (ValueError, OSError) as error:
         refuse(str(error))
     if failed:

@@ -11,7 +11,21 @@ import typer
 from pyramidion.cli.screen import refuse, watch
 
 if TYPE_CHECKING:
+    from pyramidion.bench.rows import Sheet
     from pyramidion.bench.topk import Settings
+
+# What the benchmarks of whole models share.
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, tf32 or bfloat16. [bfloat16 on a GPU]")]
+Repeats = Annotated[int | None, typer.Option(help="Calls that are timed; fewer where one takes long.")]
+Budget = Annotated[float | None, typer.Option(help="Seconds one call may take; what takes longer is skipped.")]
+Limit = Annotated[float | None, typer.Option("--limit-seconds", help="Begin no row after so many seconds.")]
+Output = Annotated[Path, typer.Option(help="Folder to write to.")]
+Name = Annotated[str | None, typer.Option(help="What the result files are called, before hardware and date.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, two repeats: to see it work.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what an earlier run has measured.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Try torch.compile as well; the better counts.")]
+RESULTS = Path("benchmarks/results")
 
 bench = typer.Typer(help="Measure what the library does, on this machine.", no_args_is_help=True)
 
@@ -138,3 +152,201 @@ def padding(
     typer.echo(written[1].read_text())
     for path in written:
         typer.echo(path)
+
+
+@bench.command()
+def models(
+    device: Device = "auto",
+    models: Annotated[str | None, typer.Option(help="Names separated by commas. [ours and six peers]")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens of a document. [2048,8192,16384 on a GPU]")] = None,
+    batches: Annotated[str | None, typer.Option(help="Documents at once. [1,8 on a GPU]")] = None,
+    measures: Annotated[str | None, typer.Option(help="Of train, encode, greedy and beam. [all]")] = None,
+    target: Annotated[int | None, typer.Option(help="Tokens of a summary in training. [512 on a GPU]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens that are written. [128 on a GPU]")] = None,
+    compile: Compile = False,
+    dtype: Dtype = None,
+    repeats: Repeats = None,
+    budget: Budget = None,
+    limit: Limit = None,
+    output: Output = RESULTS,
+    name: Name = None,
+    quick: Quick = False,
+    fresh: Fresh = False,
+) -> None:
+    """Compare our models with their peers in transformers: training step, encoding, writing, memory.
+
+    Same shapes, same precision, random weights, matched size; each model in its best way. Writes JSON, Markdown and
+    figures, row by row: run it again to go on where it stopped.
+
+    Example: pyramidion bench models --lengths 8192 --batches 8 --measures train --compile
+    """
+    given = {"models": _split(models), "lengths": _numbers("lengths", lengths), "measures": _split(measures)}
+    given |= {"batches": _numbers("batches", batches), "target": target, "tokens": tokens, "compile": compile}
+    given |= {"dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
+    _measure("models", given, device, output, name, quick, fresh)
+
+
+@bench.command()
+def table(
+    device: Device = "auto",
+    presets: Annotated[str | None, typer.Option(help="Names separated by commas. [every row of the paper]")] = None,
+    parts: Annotated[str | None, typer.Option(help="rows, depth, or both. [both]")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="Of float32, tf32 and bfloat16. [float32,bfloat16]")] = None,
+    depths: Annotated[str | None, typer.Option(help="Encoder layers of the figure. [2,4,6,8,12,16]")] = None,
+    train_batch: Annotated[int | None, typer.Option(help="Documents of a training step. [64 on a GPU]")] = None,
+    write_batch: Annotated[int | None, typer.Option(help="Documents that are summarised at once. [8]")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens that are written. [256,512]")] = None,
+    compile: Compile = False,
+    repeats: Repeats = None,
+    budget: Budget = None,
+    limit: Limit = None,
+    output: Output = RESULTS,
+    name: Name = None,
+    quick: Quick = False,
+    fresh: Fresh = False,
+) -> None:
+    """Measure every row of the paper's timing tables, and compute its speed-ups again.
+
+    Writes JSON, Markdown and figures, row by row: run it again to go on where it stopped.
+
+    Example: pyramidion bench table --limit-seconds 540
+    """
+    given = {"presets": _split(presets), "parts": _split(parts), "dtypes": _split(dtypes), "compile": compile}
+    given |= {"depths": _numbers("depths", depths), "tokens": _numbers("tokens", tokens), "repeats": repeats}
+    given |= {"train_batch": train_batch, "write_batch": write_batch, "budget": budget, "limit": limit}
+    _measure("table", given, device, output, name, quick, fresh)
+
+
+@bench.command()
+def length(
+    device: Device = "auto",
+    models: Annotated[str | None, typer.Option(help="Of pyramidion, blockwise and full. [all]")] = None,
+    shortest: Annotated[int | None, typer.Option(help="Tokens of the shortest document. [512]")] = None,
+    most: Annotated[int | None, typer.Option(help="Tokens of the longest that is tried. [8388608 on a GPU]")] = None,
+    target: Annotated[int | None, typer.Option(help="Tokens of a summary. [512 on a GPU]")] = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Compute activations again in backward.")] = False,
+    longest: Annotated[bool | None, typer.Option(help="Search the longest that fits. [on a GPU]")] = None,
+    dtype: Dtype = None,
+    repeats: Repeats = None,
+    budget: Budget = None,
+    limit: Limit = None,
+    output: Output = RESULTS,
+    name: Name = None,
+    quick: Quick = False,
+    fresh: Fresh = False,
+) -> None:
+    """Measure a training step against the length of a document, up to the longest that fits.
+
+    Says from which length on pooling pays against full attention. Writes JSON, Markdown and figures.
+
+    Example: pyramidion bench length --recompute --models pyramidion
+    """
+    given = {"forms": _split(models), "shortest": shortest, "most": most, "target": target, "recompute": recompute}
+    given |= {"longest": longest, "dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
+    _measure("length", given, device, output, name, quick, fresh)
+
+
+@bench.command()
+def generate(
+    device: Device = "auto",
+    models: Annotated[str | None, typer.Option(help="Names separated by commas. [ours and led]")] = None,
+    n: Annotated[int | None, typer.Option("--length", help="Tokens of a document. [8192 on a GPU]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens that are written. [512 on a GPU]")] = None,
+    batches: Annotated[str | None, typer.Option(help="Documents at once. [1,8,32 on a GPU]")] = None,
+    beams: Annotated[str | None, typer.Option(help="Beams of the search; 1 is greedy. [1,2]")] = None,
+    writers: Annotated[str | None, typer.Option(help="engine, transformers, or both. [both]")] = None,
+    dtype: Dtype = None,
+    repeats: Repeats = None,
+    budget: Budget = None,
+    limit: Limit = None,
+    output: Output = RESULTS,
+    name: Name = None,
+    quick: Quick = False,
+    fresh: Fresh = False,
+) -> None:
+    """Measure writing, with encoding and without, and how near to the limit of the memory's bandwidth it is.
+
+    Writes JSON, Markdown and figures, row by row: run it again to go on where it stopped.
+
+    Example: pyramidion bench generate --batches 8 --beams 1
+    """
+    given = {"models": _split(models), "n": n, "tokens": tokens, "batches": _numbers("batches", batches)}
+    given |= {"beams": _numbers("beams", beams), "writers": _split(writers), "dtype": dtype, "repeats": repeats}
+    _measure("generate", given | {"budget": budget, "limit": limit}, device, output, name, quick, fresh)
+
+
+@bench.command()
+def draw(
+    file: Annotated[Path, typer.Argument(help="The JSON file of models, table, length or generate.")],
+) -> None:
+    """Write the Markdown and the figures of a result again, beside it: where it was measured they may be missing.
+
+    Example: pyramidion bench draw benchmarks/results/models_nvidia-h200_2026-11-15.json
+    """
+    import json
+
+    from pyramidion.bench.rows import publish
+
+    try:
+        document = json.loads(file.read_text())
+        page = _page(document["benchmark"])
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        refuse(f"`FILE` must be a result of bench models, table, length or generate, got {str(file)!r}.")
+    for path in publish(page, document, file.parent, file.stem):
+        typer.echo(path)
+
+
+def _page(benchmark: str) -> Any:
+    """Give the module of a benchmark."""
+    from pyramidion.bench import generate, length, models, table
+
+    return {"models": models, "table": table, "length": length, "generate": generate}[benchmark]
+
+
+def _split(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Read "1,8" as numbers, or refuse it under the option's name."""
+    parts = _split(text)
+    if parts is not None and not (parts and all(part.isdecimal() for part in parts)):
+        refuse(f"`--{option}` must be whole numbers separated by commas, got {text!r}.")
+    return None if parts is None else tuple(int(part) for part in parts)
+
+
+def _measure(
+    benchmark: str, given: dict[str, Any], device: str, output: Path, name: str | None, quick: bool, fresh: bool
+) -> None:
+    """Run a benchmark of whole models, row by row, and write what it found."""
+    if output.exists() and not output.is_dir():
+        refuse(f"`--output` must be a folder, got the file {str(output)!r}.")
+    from pyramidion.bench.models import settings_dict
+    from pyramidion.bench.rows import Sheet, publish
+
+    page = _page(benchmark)
+    try:
+        read = {key: value for key, value in given.items() if value is not None}
+        settings = page.default_settings(device, quick=quick, **read)
+    except ValueError as error:
+        refuse(str(error))
+    called = name or (f"{benchmark}-quick" if quick else benchmark)
+    sheet = Sheet(output, called, benchmark, settings_dict(settings), fresh=fresh)
+    watch(lambda tell: page.run(settings, sheet, tell))
+    written = publish(page, sheet.document, output, sheet.stem)
+    typer.echo(written[0].read_text())
+    for path in (sheet.path, *written):
+        typer.echo(path)
+    _tell_rest(sheet)
+
+
+def _tell_rest(sheet: Sheet) -> None:
+    """Say on standard error what the tables do not: rows taken over, rows left, figures not drawn."""
+    from pyramidion.bench.rows import can_draw
+
+    if sheet.taken:
+        typer.echo(f"pyramidion: {sheet.taken} rows of an earlier run were taken over.", err=True)
+    if sheet.left:
+        typer.echo(f"pyramidion: {sheet.left} rows are left; {sheet.stopped}.", err=True)
+    if not can_draw():
+        typer.echo(f"pyramidion: no matplotlib, no figures; `bench draw {sheet.path.name}` draws them.", err=True)

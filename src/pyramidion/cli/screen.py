@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 
 
-def watch(run: Callable[[Callable[[int, int, str], None]], Any]) -> Any:
+def watch(run: Callable[[Callable[[int, int | None, str], None]], Any]) -> Any:
     """Run something that tells how far it is, with a progress bar."""
     with screen() as (_, progress):
         return run(progress)
@@ -18,7 +18,7 @@ def watch(run: Callable[[Callable[[int, int, str], None]], Any]) -> Any:
 @contextmanager
 def screen(
     shown: bool = True, *, several: bool = False
-) -> Iterator[tuple[Callable[[str], None], Callable[[int, int, str], None]]]:
+) -> Iterator[tuple[Callable[[str], None], Callable[[int, int | None, str], None]]]:
     """Give two functions, for lines and for how far something is: a bar below the lines, all on standard error.
 
     several  each thing that is being done has a bar of its own, which goes when it is done
@@ -42,7 +42,7 @@ def screen(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
-        def progress(done: int, total: int, what: str) -> None:
+        def progress(done: int, total: int | None, what: str) -> None:
             key = what if several else ""
             if key not in tasks:
                 tasks[key] = bar.add_task(what)

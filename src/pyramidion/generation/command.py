@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyramidion.generation.documents import STDIN, count_files, documents
+from pyramidion.generation.documents import LINES, STDIN, count_files, documents
 from pyramidion.generation.output import FolderSink, JournalSink, LineSink, Sink, TextSink, summarize_documents
 from pyramidion.generation.summarizer import Summarizer, choose_device, model_folder
 
 FORMATS = ("text", "jsonl")
 BROKEN_PIPE = 141  # what a shell reports of a program whose reader went away
+
+Progress = Callable[[int, int | None, str], None]  # how many are done, of how many where that is known, and what
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Call:
     options: dict[str, Any]
 
 
-def run(call: Call, tell: Callable[[str], None]) -> int:
+def run(call: Call, tell: Callable[[str], None], progress: Progress = lambda done, total, what: None) -> int:
     """Summarise everything; 0 if all was done, 1 if some failed, 141 if nobody reads any more."""
     paths = call.paths or _standard_input()
     for path in paths:
@@ -45,9 +47,12 @@ def run(call: Call, tell: Callable[[str], None]) -> int:
     choose_device(call.device)
     sink = make_sink(call, headers=files > 1)  # refuses what it cannot write before the model is loaded
     found = documents(paths, call.field, sys.stdin.buffer, call.output)
+    total = files if all(Path(path).suffix.lower() not in LINES and path != STDIN for path in paths) else None
+    progress(0, total, "loading the model")
     try:
         summarizer = Summarizer.from_pretrained(call.model, call.device)
-        return min(summarize_documents(summarizer, found, sink, tell, **call.options), 1)
+        done = lambda count: progress(count, total, "summarising")  # noqa: E731
+        return min(summarize_documents(summarizer, found, sink, tell, done=done, **call.options), 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
         return BROKEN_PIPE

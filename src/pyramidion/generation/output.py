@@ -147,9 +147,18 @@ def place(document: Document) -> str:
 
 
 def summarize_documents(
-    summarizer: Summarizer, found: Iterator[Document], sink: Sink, tell: Callable[[str], None], **options: Any
+    summarizer: Summarizer,
+    found: Iterator[Document],
+    sink: Sink,
+    tell: Callable[[str], None],
+    *,
+    done: Callable[[int], None] = lambda count: None,
+    **options: Any,
 ) -> int:
-    """Summarise every document into the sink, tell of notes and failures, and count the failures."""
+    """Summarise every document into the sink, tell of notes and failures, and count the failures.
+
+    done  hears how many documents have a result
+    """
     standing, skip, failed = _standing(found, sink)
     waiting: deque[Document] = deque()
 
@@ -161,9 +170,10 @@ def summarize_documents(
                 sink.has(document)
             yield document.text
 
-    for summary in summarizer.stream(texts(), skip=skip, **options):
+    for count, summary in enumerate(summarizer.stream(texts(), skip=skip, **options), start=skip + 1):
         document = waiting.popleft()
         sink.put(document, summary)
+        done(count)
         failed += bool(summary.error)
         for said in filter(None, (summary.error, summary.note)):
             tell(f"{place(document)}: {said}")
