@@ -73,7 +73,7 @@ def default_settings(device: str = "auto", *, quick: bool = False, **given: Any)
         usual = {"scale": "deep", "lengths": (2048, 8192, 16384), "batches": (1, 8), "dtype": "bfloat16"}
         usual |= {"target": 512, "tokens": 128, "repeats": 7}
     if quick:
-        usual |= {"scale": "tiny", "lengths": (256, 512), "batches": (2,), "target": 8, "tokens": 8, "repeats": 2}
+        usual |= {"scale": "tiny", "lengths": (256,), "batches": (2,), "target": 8, "tokens": 8, "repeats": 2}
     usual["models"] = peers.names(usual["scale"])
     return Settings(device=device, **usual | given)
 
@@ -156,12 +156,13 @@ class Bench:
         ids, labels = self._tokens(self.n), self._tokens(target)
         step = training_step(model, optimizer, ids, labels, rows.DTYPES[self.dtype], compiled=compiled)
         held = 3 * peers.module_bytes(model)  # weights, and two moments of each
-        return self._clock(step, held)
+        return self._clock(step, held, patient=compiled)
 
     def encode(self, attention: str, *, compiled: bool = False) -> Row:
         """Time the encoder alone, without a graph."""
         model = self._reader(attention)
-        return self._clock(encoding(model, self._tokens(self.n), compiled=compiled), peers.module_bytes(model))
+        encode = encoding(model, self._tokens(self.n), compiled=compiled)
+        return self._clock(encode, peers.module_bytes(model), patient=compiled)
 
     def write(self, attention: str, tokens: int, beams: int, writer: str) -> Row:
         """Time encoding and writing exactly `tokens` tokens."""
@@ -178,9 +179,10 @@ class Bench:
         words = self.candidate.config.vocab_size
         return torch.randint(FIRST_TOKEN, words, (self.batch, count), generator=generator).to(self.device)
 
-    def _clock(self, fn: Callable[[], object], held: int) -> Row:
+    def _clock(self, fn: Callable[[], object], held: int, *, patient: bool = False) -> Row:
         torch.manual_seed(self.seed)
-        return rows.clock(fn, device=self.device, repeats=self.repeats, budget=self.budget, held=held)
+        options: dict[str, Any] = {"repeats": self.repeats, "held": held, "patient": patient}
+        return rows.clock(fn, device=self.device, budget=self.budget, **options)
 
 
 def training_step(
@@ -291,9 +293,9 @@ def pivot_columns(settings: Mapping[str, Any]) -> tuple[Column, ...]:
 def pivot(found: Sequence[Row], settings: Mapping[str, Any]) -> list[Row]:
     """Bring the rows of one shape into one line for each model; what was skipped says why in its place."""
     base = {row["measure"]: row.get("ms") for row in found if row["model"] == f"{settings['scale']}-pyramidion"}
-    lines: dict[str, Row] = {name: {"model": name} for name in settings["models"]}
+    lines: dict[str, Row] = {name: {"model": name} for name in in_order(found, settings)}
     for row in found:
-        line, what = lines.setdefault(row["model"], {"model": row["model"]}), row["measure"]
+        line, what = lines[row["model"]], row["measure"]
         if "skipped" in row:
             line[what] = row["skipped"]
             continue
@@ -301,6 +303,12 @@ def pivot(found: Sequence[Row], settings: Mapping[str, Any]) -> list[Row]:
         if base.get(what):
             line[f"{what}_ratio"] = row["ms"] / base[what]
     return list(lines.values())
+
+
+def in_order(found: Sequence[Row], settings: Mapping[str, Any]) -> list[str]:
+    """List the models that rows are about, those of an earlier run included, as they are always listed."""
+    seen = {row["model"] for row in found}
+    return [name for name in peers.names(settings["scale"]) if name in seen]
 
 
 def ways(found: Sequence[Row]) -> Iterator[Row]:
@@ -318,15 +326,14 @@ def ways(found: Sequence[Row]) -> Iterator[Row]:
 def figures(document: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     """Draw the time of each thing measured, at the largest batch, one panel for each length."""
     settings, found = document["settings"], document["rows"]
-    batch = max((row["batch"] for row in found), default=0)
+    batch, names = max((row["batch"] for row in found), default=0), in_order(found, settings)
     drawn = []
     for what in settings["measures"]:
         panels = {}
         for (n, size), part in shapes([row for row in found if row["measure"] == what]).items():
             if size == batch:
                 by_model = {row["model"]: row.get("ms") for row in part}
-                names = [name for name in settings["models"] if name in by_model]
-                panels[f"{report.thousands(n)} tokens"] = [(name, by_model[name], _ours(name)) for name in names]
+                panels[f"{report.thousands(n)} tokens"] = [(name, by_model.get(name), _ours(name)) for name in names]
         if panels:
             drawn.append(_draw(document, folder / f"{stem}_{what}.png", what, batch, panels))
     return drawn

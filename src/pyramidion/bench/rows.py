@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import os
 import sys
@@ -108,6 +109,31 @@ def free(device: str) -> None:
             torch.cuda.empty_cache()
 
 
+@contextmanager
+def light_collection() -> Iterator[None]:
+    """Leave what is there already out of every collection: what libraries hold would be looked through each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Hear what our library warns of meanwhile, as the engine does where it leaves the work to transformers."""
+    told: list[str] = []
+    ear = logging.Handler(logging.WARNING)
+    ear.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    ours = logging.getLogger("pyramidion")
+    ours.addHandler(ear)
+    try:
+        yield told
+    finally:
+        ours.removeHandler(ear)
+
+
 def alive(device: str) -> bool:
     """Tell whether the device still answers: some errors of a GPU stay until the process ends."""
     if torch.device(device).type != "cuda":
@@ -120,15 +146,18 @@ def alive(device: str) -> bool:
     return True
 
 
-def clock(fn: Callable[[], object], *, device: str, repeats: int, budget: float, held: int = 0) -> Row:
+def clock(
+    fn: Callable[[], object], *, device: str, repeats: int, budget: float, held: int = 0, patient: bool = False
+) -> Row:
     """Warm up, refuse what is over `budget`, then give times in milliseconds and the peak of memory in GiB.
 
     The first call may compile and load, so over budget a second one decides, unless on a CPU, where the first was
-    hopeless. held  the bytes of weights and optimizer, where the device does not count them itself
+    hopeless, if it is not `patient` because it compiles. `held` are the bytes of weights and optimizer, where the
+    device does not count them itself.
     """
     gpu = torch.device(device).type == "cuda"
     seconds, peak = _watched(fn, device)
-    if seconds > 4 * budget and not gpu:
+    if seconds > 4 * budget and not (gpu or patient):
         raise Skipped(_over(seconds, budget))
     if seconds < SLOW or seconds > budget:
         seconds, peak = _watched(fn, device)
@@ -168,8 +197,9 @@ def best_of(ways: Mapping[str, Callable[[], Row]], device: str) -> Row:
     """Measure one thing in several ways: the fastest counts, all are recorded."""
     tried: list[Row] = []
     for way, work in ways.items():
+        if tried:
+            free(device)
         tried.append({"way": way} | attempt(work))
-        free(device)
     measured = [row for row in tried if "skipped" not in row]
     if not measured:
         reasons = dict.fromkeys(str(row["skipped"]) for row in tried)
@@ -220,6 +250,13 @@ class Sheet:
 
     def fill(self, cases: Sequence[Row], work: Callable[[Row], Row], tell: Tell) -> None:
         """Measure every case that has no row yet, in order, until the time is over; a case is the key of its row."""
+        with light_collection(), listening() as told:
+            self._fill(cases, work, tell)
+        self.facts["told"] = list(dict.fromkeys([*self.facts.get("told", ()), *told]))
+        self.left += sum(self.find(case) is None for case in cases)
+        tell(len(cases), len(cases), "")
+
+    def _fill(self, cases: Sequence[Row], work: Callable[[Row], Row], tell: Tell) -> None:
         for done, case in enumerate(cases):
             tell(done, len(cases), " ".join(str(value) for value in list(case.values())[:5]))
             if self.find(case) is not None:
@@ -234,8 +271,6 @@ class Sheet:
             if not alive(self.settings["device"]):
                 self.stopped = "the GPU no longer answers: run again to go on"
                 break
-        self.left += sum(self.find(case) is None for case in cases)
-        tell(len(cases), len(cases), "")
 
     def find(self, case: Row) -> Row | None:
         """Give the row of a case, if there is one."""
@@ -280,6 +315,8 @@ def publish(page: Page, document: Mapping[str, Any], folder: Path, stem: str) ->
     shown = "\n".join(f"![{path.stem.rpartition('_')[2]}]({path.name})" for path in drawn)
     note = f"Figures are not drawn, matplotlib is missing: `pyramidion bench draw {stem}.json` draws them."
     parts.insert(1, shown if can_draw() else note)
+    if document.get("told"):
+        parts.append("## What the library warned of\n\n" + "\n".join(f"- {line}" for line in document["told"]))
     sections = [part for part in parts if part]
     return [report.write_markdown(folder / f"{stem}.md", page.TITLE, document["machine"], sections), *drawn]
 

@@ -180,9 +180,9 @@ def models(
 
     Example: pyramidion bench models --lengths 8192 --batches 8 --measures train --compile
     """
-    given = {"models": _split(models), "lengths": _numbers("lengths", lengths), "measures": _split(measures)}
-    given |= {"batches": _numbers("batches", batches), "target": target, "tokens": tokens, "compile": compile}
-    given |= {"dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
+    given: dict[str, Any] = {"models": _split(models), "measures": _split(measures), "compile": compile}
+    given |= {"lengths": _numbers("lengths", lengths), "batches": _numbers("batches", batches), "target": target}
+    given |= {"tokens": tokens, "dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
     _measure("models", given, device, output, name, quick, fresh)
 
 
@@ -211,9 +211,10 @@ def table(
 
     Example: pyramidion bench table --limit-seconds 540
     """
-    given = {"presets": _split(presets), "parts": _split(parts), "dtypes": _split(dtypes), "compile": compile}
-    given |= {"depths": _numbers("depths", depths), "tokens": _numbers("tokens", tokens), "repeats": repeats}
-    given |= {"train_batch": train_batch, "write_batch": write_batch, "budget": budget, "limit": limit}
+    given: dict[str, Any] = {"presets": _split(presets), "parts": _split(parts), "compile": compile}
+    given |= {"dtypes": _split(dtypes), "depths": _numbers("depths", depths), "tokens": _numbers("tokens", tokens)}
+    given |= {"train_batch": train_batch, "write_batch": write_batch}
+    given |= {"repeats": repeats, "budget": budget, "limit": limit}
     _measure("table", given, device, output, name, quick, fresh)
 
 
@@ -241,8 +242,9 @@ def length(
 
     Example: pyramidion bench length --recompute --models pyramidion
     """
-    given = {"forms": _split(models), "shortest": shortest, "most": most, "target": target, "recompute": recompute}
-    given |= {"longest": longest, "dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
+    given: dict[str, Any] = {"forms": _split(models), "shortest": shortest, "most": most, "target": target}
+    given |= {"recompute": recompute, "longest": longest, "dtype": dtype}
+    given |= {"repeats": repeats, "budget": budget, "limit": limit}
     _measure("length", given, device, output, name, quick, fresh)
 
 
@@ -270,9 +272,10 @@ def generate(
 
     Example: pyramidion bench generate --batches 8 --beams 1
     """
-    given = {"models": _split(models), "n": n, "tokens": tokens, "batches": _numbers("batches", batches)}
-    given |= {"beams": _numbers("beams", beams), "writers": _split(writers), "dtype": dtype, "repeats": repeats}
-    _measure("generate", given | {"budget": budget, "limit": limit}, device, output, name, quick, fresh)
+    given: dict[str, Any] = {"models": _split(models), "n": n, "tokens": tokens, "writers": _split(writers)}
+    given |= {"batches": _numbers("batches", batches), "beams": _numbers("beams", beams), "dtype": dtype}
+    given |= {"repeats": repeats, "budget": budget, "limit": limit}
+    _measure("generate", given, device, output, name, quick, fresh)
 
 
 @bench.command()
@@ -346,6 +349,8 @@ def _tell_rest(sheet: Sheet) -> None:
 
     if sheet.taken:
         typer.echo(f"pyramidion: {sheet.taken} rows of an earlier run were taken over.", err=True)
+    if sheet.left and sheet.machine["commit"] == "unknown":
+        typer.echo("pyramidion: the commit is unknown, set PYRAMIDION_COMMIT: rows are else not taken over.", err=True)
     if sheet.left:
         typer.echo(f"pyramidion: {sheet.left} rows are left; {sheet.stopped}.", err=True)
     if not can_draw():

@@ -182,6 +182,13 @@ class PyramidionTrainer(Trainer):
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of weights that a checkpoint lacks, but not of other names of one that it has."""
+        shared = self.model.get_input_embeddings().weight
+        tied = {name for name, weight in self.model.named_parameters(remove_duplicate=False) if weight is shared}
+        if load_result.unexpected_keys or not set(load_result.missing_keys) <= tied:
+            super()._issue_warnings_after_load(load_result)
+
     def _barrier(self) -> None:
         if self.args.world_size > 1:
             dist.barrier()

@@ -35,6 +35,7 @@ class Validation:
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Give the mean loss of a token, and ROUGE times 100."""
         from pyramidion.evaluation import rouge
+        from pyramidion.generation.loop import forget
 
         order = sorted(range(self.count), key=lambda i: int(self.split.document_lengths[i]))[self.rank :: self.world]
         parts = [order[i : i + self.recipe.device_batch] for i in range(0, len(order), self.recipe.device_batch)]
@@ -43,6 +44,7 @@ class Validation:
             for part in parts:
                 found += self._batch(model, part)
                 self.progress(len(found), len(order), "validating")
+        forget(model)  # buffers for writing are room for training
         found = sorted(self._gathered(found))
         texts, references = [text for _, text, _, _ in found], [self.split.summary_text(i) for i in range(self.count)]
         scores = rouge(texts, references)
@@ -55,6 +57,7 @@ class Validation:
 
     def _batch(self, model: Any, places: Sequence[int]) -> list[tuple[int, str, float, int]]:
         from pyramidion.generation import decoding_options
+        from pyramidion.generation.engine import generate
 
         config = model.config
         source = self.recipe.max_source or config.entering[0]
@@ -67,7 +70,8 @@ class Validation:
         losses = nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none").sum(1).tolist()
         del logits
         search = decoding_options(config, **(self.recipe.generation or {}))
-        texts = self.tokenizer.batch_decode(model.generate(**batch, generation_config=search), skip_special_tokens=True)
+        written = generate(model, batch["input_ids"], batch["attention_mask"], search)
+        texts = self.tokenizer.batch_decode(written, skip_special_tokens=True)
         tokens = (labels >= 0).sum(1).tolist()
         return list(zip(places, texts, losses, tokens, strict=True))
 
