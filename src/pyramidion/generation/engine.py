@@ -7,11 +7,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from pyramidion.generation.loop import decode
+
 # model, input_ids [b n], attention_mask [b n], how to search -> tokens [b t], start and padding included
 Engine = Callable[[Any, Tensor, Tensor, GenerationConfig], Tensor]
 
 
 def generate(model: Any, input_ids: Tensor, attention_mask: Tensor, generation: GenerationConfig) -> Tensor:
+    """Write with the fast decode loop, and with transformers' own where that is not supported."""
+    return decode(model, input_ids, attention_mask, generation)
+
+
+def generate_plainly(model: Any, input_ids: Tensor, attention_mask: Tensor, generation: GenerationConfig) -> Tensor:
     """Write with transformers' own `generate`."""
     with torch.inference_mode():
         written: Tensor = model.generate(input_ids, attention_mask=attention_mask, generation_config=generation)
@@ -24,4 +31,4 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in said
 
 
-__all__ = ["Engine", "generate", "out_of_memory"]
+__all__ = ["Engine", "generate", "generate_plainly", "out_of_memory"]

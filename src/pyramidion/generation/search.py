@@ -235,7 +235,8 @@ class Beam(Search):
             score = score + self.complete.all(-1, keepdim=True).float() * NEVER
         score = score + (~self.open).float() * NEVER
         score = score + (~just).float() * NEVER
-        scores, places = torch.cat([self.scores, score], 1), torch.cat([self.scores, score], 1).topk(rules.beams)[1]
+        scores = torch.cat([self.scores, score], 1)
+        places = scores.topk(rules.beams)[1]  # [b beams]
         source = torch.cat([self.beams.expand_as(self.scores), rules.beams + parents], 1).gather(1, places)
         texts = torch.cat([self.best[..., :width], self.running[..., :width]], 1)  # [b 2*beams l]
         texts = texts.take_along_dim(source.unsqueeze(-1), 1)

@@ -1,0 +1,199 @@
+"""One token for every text at once: the decoder's own weights, in few operations, over buffers that stay in place.
+
+Beams of a document share its memory: their queries stand side by side against one set of keys. Their own keys and
+values are never moved either. A beam that goes on from another one only notes whose keys are its past
+(`Search.origin`), and all beams of a document attend to all keys of that document, masked by these notes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pyramidion.generation.search import Search
+from pyramidion.kernels.functions import stream
+from pyramidion.modeling_pyramidion import (
+    PyramidionForConditionalGeneration,
+    PyramidionResidual,
+    sinusoids,
+    through,
+)
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for each length
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One or several linear maps of the same input, as one: weight [out in], bias [out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def fuse(dtype: torch.dtype, *linears: nn.Linear) -> Dense:
+    """Put linear maps side by side; a single one in its own precision stays the module's own memory."""
+    weights, biases = [linear.weight.detach() for linear in linears], [linear.bias.detach() for linear in linears]
+    if len(linears) == 1:
+        return Dense(weights[0].to(dtype), biases[0].to(dtype))
+    return Dense(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The weights of a decoder layer."""
+
+    attention: Dense  # queries, keys and values
+    attention_out: Dense
+    cross: Dense  # queries alone
+    cross_out: Dense
+    widen: Dense
+    narrow: Dense
+    residuals: tuple[PyramidionResidual, PyramidionResidual, PyramidionResidual]
+    activation: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, layer: Any, dtype: torch.dtype) -> "Block":
+        """Read a layer of the model."""
+        own, cross, dense = layer.attention, layer.cross_attention, layer.feed_forward
+        return cls(
+            attention=fuse(dtype, own.query, own.key, own.value),
+            attention_out=fuse(dtype, own.out),
+            cross=fuse(dtype, cross.query),
+            cross_out=fuse(dtype, cross.out),
+            widen=fuse(dtype, dense.widen),
+            narrow=fuse(dtype, dense.narrow),
+            residuals=(layer.attention_residual, layer.cross_attention_residual, layer.feed_forward_residual),
+            activation=dense.activation,
+        )
+
+    def transform(self, x: Tensor) -> tuple[Tensor, None]:
+        """Transform each row of x [r d] by itself."""
+        return self.narrow(self.activation(self.widen(x))), None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """List the weights that may be copies of the model's."""
+        for dense in (self.attention, self.attention_out, self.cross, self.cross_out, self.widen, self.narrow):
+            yield from (dense.weight, dense.bias)
+
+
+def compute_dtype(model: PyramidionForConditionalGeneration) -> torch.dtype:
+    """Name the precision of products: that of autocast where it is on, else that of the weights."""
+    kind, dtype = model.device.type, model.lm_head.weight.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+
+
+class Decoder:
+    """Decode one token for all texts, beside a memory whose keys and values were computed once.
+
+    cache   [2 b h t beams e] a layer  keys and values of the texts, by position and the beam that wrote them
+    memory  [2 b h k e]       a layer  keys and values of the documents
+    mask    [b 1 1 k]                  True for a real representation; None where all are
+    """
+
+    def __init__(
+        self, model: PyramidionForConditionalGeneration, search: Search, k: int, *, masked: bool = False
+    ) -> None:
+        config, dtype, device = model.config, compute_dtype(model), model.device
+        documents, beams, capacity = search.documents, search.rules.beams, max(search.rules.limit - 1, 1)
+        heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        self.search, self.dtype, self.heads, self.pre, self.k = search, dtype, heads, config.pre_norm, k
+        self.blocks = [Block.of(layer, dtype) for layer in model.model.decoder.layers]
+        self.embed, self.norm = model.model.decoder.embed_tokens, model.model.decoder.norm
+        self.head = model.lm_head.weight.detach().to(dtype)
+        self.table = None
+        if config.decoder_positions:
+            self.table = sinusoids(torch.arange(capacity, device=device), config.hidden_size)
+            self.table = self.table.to(self.embed.weight.dtype)  # [t d]
+        own, other = (2, documents, heads, capacity, beams, width), (2, documents, heads, k, width)
+        self.caches = [torch.zeros(own, dtype=dtype, device=device) for _ in self.blocks]
+        self.memories = [torch.zeros(other, dtype=dtype, device=device) for _ in self.blocks]
+        self.mask = torch.ones(documents, 1, 1, k, dtype=torch.bool, device=device) if masked else None
+
+    def refresh(self, model: PyramidionForConditionalGeneration) -> None:
+        """Copy the model's weights again into what is not their own memory: they may have been trained since."""
+        fresh = (Block.of(layer, self.dtype) for layer in model.model.decoder.layers)
+        pairs = zip(
+            chain([self.head], *(block.tensors() for block in self.blocks)),
+            chain([model.lm_head.weight.detach().to(self.dtype)], *(block.tensors() for block in fresh)),
+            strict=True,
+        )
+        for kept, new in pairs:
+            if kept.data_ptr() != new.data_ptr():
+                kept.copy_(new)
+
+    def read(
+        self, model: PyramidionForConditionalGeneration, memory: Tensor, mask: Tensor | None, beams: int = 1
+    ) -> None:
+        """Project the memory [b k d] into keys and values, once; `beams` says how often it holds each document."""
+        memory = memory[::beams]
+        b, k = memory.shape[:2]
+        layers: Any = model.model.decoder.layers
+        for layer, cache, kept in zip(layers, self.caches, self.memories, strict=True):
+            cache.zero_()
+            attention = layer.cross_attention
+            for place, project in enumerate((attention.key, attention.value)):
+                kept[place, :b, :, :k] = project(memory).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        if self.mask is not None:
+            self.mask.fill_(False)
+            self.mask[b:] = True  # nothing is read there, but nothing must be undefined either
+            self.mask[:b, 0, 0, :k] = True if mask is None else mask[::beams] != 0
+
+    def step(self, length: int) -> None:
+        """Write one token; the texts have fewer than `length`, start token counted, or as many."""
+        with _kernels(self.head.device):
+            self.search.choose(self.logits(length), length)
+
+    def logits(self, length: int) -> Tensor:
+        """Give the logits [b*beams v] of the next tokens."""
+        x = self.embed(self.search.tokens().flatten())  # [r d]
+        if self.table is not None:
+            x = x + self.table.index_select(0, self.search.position)
+        x = x if self.pre else stream(x)
+        visible = self.search.visible(length)  # [b 1 beams length*beams]
+        for block, cache, memory in zip(self.blocks, self.caches, self.memories, strict=True):
+            own, cross, dense = block.residuals
+            x, _ = through(
+                x,
+                (own, partial(self._look_back, block=block, cache=cache, visible=visible)),
+                (cross, partial(self._look_up, block=block, memory=memory)),
+                (dense, block.transform),
+                pre_norm=self.pre,
+            )
+        return F.linear(x if self.norm is None else self.norm(x), self.head)
+
+    def _look_back(self, x: Tensor, block: Block, cache: Tensor, visible: Tensor) -> tuple[Tensor, None]:
+        """Attend from x [r d] to all that the document's beams have written, as far as it is one's own past."""
+        parts = block.attention(x).view(self.search.documents, -1, 3, self.heads, x.shape[-1] // self.heads)
+        new = parts[:, :, 1:].permute(2, 0, 3, 1, 4).unsqueeze(3)  # [2 b h 1 beams e]
+        cache.index_copy_(3, self.search.position, new)
+        length = visible.shape[-1] // parts.shape[1]
+        key, value = cache[:, :, :, :length].flatten(3, 4)  # [b h length*beams e]
+        return block.attention_out(self._attend(parts[:, :, 0], key, value, visible)), None
+
+    def _look_up(self, x: Tensor, block: Block, memory: Tensor) -> tuple[Tensor, None]:
+        """Attend from x [r d] to the memory."""
+        query = block.cross(x).view(self.search.documents, -1, self.heads, x.shape[-1] // self.heads)
+        return block.cross_out(self._attend(query, memory[0], memory[1], self.mask)), None
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend from query [b beams h e] to key and value [b h n e] -> [r d]."""
+        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, mask)  # [b h beams e]
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _kernels(device: torch.device) -> AbstractContextManager[Any]:
+    """Choose torch's attention on a GPU; elsewhere it has one."""
+    return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
+
+
+__all__ = ["Decoder", "compute_dtype"]
