@@ -377,6 +377,8 @@ def test_steps_that_come_too_late_change_nothing():
 
 @pytest.mark.parametrize("early_stopping", [None, True, False, "never"])
 def test_no_more_steps_than_transformers_takes(monkeypatch: pytest.MonkeyPatch, early_stopping: bool | str | None):
+    """A batch of three is filled up to four: the fourth must not keep the others waiting."""
+    loop.PACES["cpu"] = loop.Pace(grain=(4, 64), kept=1)
     model, steps, step = lively_model(), [], Decoder.step
     monkeypatch.setattr(Decoder, "step", lambda self, length: (steps.append("ours"), step(self, length)))
     settings = {"max_new_tokens": 24, "eos_token_id": [*range(2, 30)]}
@@ -384,9 +386,9 @@ def test_no_more_steps_than_transformers_takes(monkeypatch: pytest.MonkeyPatch, 
     for seed in range(3):
         steps.clear()
         hook = model.model.decoder.register_forward_hook(lambda *_: steps.append("theirs"))
-        engine.generate_plainly(model, *make_documents([40, 9], seed), GenerationConfig(**settings))
+        engine.generate_plainly(model, *make_documents([40, 9, 21], seed), GenerationConfig(**settings))
         hook.remove()
-        loop.decode(model, *make_documents([40, 9], seed), GenerationConfig(**settings))
+        loop.decode(model, *make_documents([40, 9, 21], seed), GenerationConfig(**settings))
         assert steps.count("ours") == steps.count("theirs") > 0
 
 
