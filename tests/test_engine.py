@@ -109,6 +109,11 @@ def pace(request: pytest.FixtureRequest) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def named(value: object) -> str:
+    """Name a case in the same way in every process."""
+    return getattr(value, "__name__", None) or str(value)
+
+
 @pytest.mark.parametrize("beams", [1, 2, 3, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_writes_the_same(family: str, beams: int):
@@ -521,7 +526,7 @@ def own_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"), [(prefix, "`decoder_input_ids`"), (own_cache, "`past_key_values`")], ids=str
+    ("make", "reason"), [(prefix, "`decoder_input_ids`"), (own_cache, "`past_key_values`")], ids=named
 )
 def test_other_arguments_are_left_to_transformers(make: Callable[..., Any], reason: str, monkeypatch: Any):
     told: list[str] = []
@@ -550,7 +555,7 @@ def hook(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [(adapt, "a decoder with Doubled"), (hook, "a hook on PyramidionFeedForward")], ids=str
+    ("change", "reason"), [(adapt, "a decoder with Doubled"), (hook, "a hook on PyramidionFeedForward")], ids=named
 )
 def test_changed_models_are_left_to_transformers(change: Callable[[Any], None], reason: str, monkeypatch: Any):
     told: list[str] = []
