@@ -463,6 +463,7 @@ def test_weights_that_were_trained_since_are_used():
     model.load_state_dict(make_model("both", seed=5).state_dict(), assign=True)
     model.tie_weights()
     assert_equal(model, documents)
+    assert len(loop._KEPT[model]) == 2, "a graph knows where weights were: other places, other graphs"
 
 
 def test_a_document_with_numbers_gone_wrong_does_not_spoil_the_next():
