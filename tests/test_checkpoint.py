@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pyramidion.disk import write_whole
 from pyramidion.training.checkpoint import (
     MANIFEST,
     Checkpoints,
@@ -20,7 +21,6 @@ from pyramidion.training.checkpoint import (
     read_manifest,
     seal,
     verify,
-    write_atomically,
 )
 
 FILES = {"model.safetensors": b"\x00weights" * 500, "optimizer.pt": b"moments" * 300, "deep/rng_state.pth": b"dice"}
@@ -198,12 +198,12 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_small_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "finished.json"
-    write_atomically(path, "old")
+    write_whole(path, "old")
     finished = False
     for moment in range(20):
         with killed_at(moment, monkeypatch):
             try:
-                write_atomically(path, "new")
+                write_whole(path, "new")
                 finished = True
             except Killed:
                 pass

@@ -273,13 +273,13 @@ def train(
     import os
 
     from pyramidion.bench.measure import machine
+    from pyramidion.generation.summarizer import choose_device
     from pyramidion.training.run import TrainingStopped, train
-    from pyramidion.training.trainer import device_of
 
     first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
     try:
         with screen(first, several=True) as (tell, progress):
-            train(chosen, data, output, tell=tell, progress=progress, machine=machine(device_of(chosen)))
+            train(chosen, data, output, tell=tell, progress=progress, machine=machine(choose_device(chosen.device)))
     except ValueError as error:
         refuse(str(error))
     except TrainingStopped as error:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pyramidion.data.store import LENGTH, MANIFEST, OFFSET, PARTS, fingerprint, manifest_bytes
+from pyramidion.disk import sync_folder
 
 SHARD = 128 << 20  # bytes
 LOCK = "lock"
@@ -177,15 +178,7 @@ class StoreWriter:
         file.write(manifest_bytes(manifest))
         file.close()
         for folder in [*filter(Path.is_dir, self.folder.iterdir()), self.folder]:
-            _sync(folder)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync_folder(folder)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -248,5 +241,5 @@ def _replace(folder: Path, output: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         output.rename(old)
     folder.rename(output)
-    _sync(output.parent)
+    sync_folder(output.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from pyramidion.configuration_pyramidion import PyramidionConfig
+from pyramidion.disk import write_whole
 from pyramidion.evaluation.baselines import BASELINES, WORDS
 from pyramidion.evaluation.overlap import Tell
 from pyramidion.generation.decoding import decoding_options, options_of
 from pyramidion.generation.journal import Journal, Row, read_rows
-from pyramidion.generation.output import write_whole
 from pyramidion.generation.summarizer import Summarizer, Text, choose_device, model_folder
 
 PREDICTIONS, SETTINGS = "predictions.jsonl", "settings.json"

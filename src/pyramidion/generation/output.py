@@ -1,6 +1,5 @@
 """Put summaries where they are wanted: a stream, a file of JSON lines, a folder; and know what stands there already."""
 
-import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -8,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+from pyramidion.disk import write_whole
 from pyramidion.generation.documents import RESULTS, Document
 from pyramidion.generation.journal import Journal, Row, to_line
 from pyramidion.generation.summarizer import Summarizer, Summary, Text
@@ -119,16 +119,6 @@ class FolderSink(Sink):
         return name if self.names[name] == 1 else f"{name}-{self.names[name]}"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is never seen half written."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def row_of(document: Document, summary: Summary) -> Row:
     """Say everything about a result in one object."""
     return {
@@ -193,4 +183,4 @@ def _standing(found: Iterator[Document], sink: Sink) -> tuple[list[Document], in
     return read, len(read), failed
 
 
-__all__ = ["FolderSink", "JournalSink", "LineSink", "Sink", "TextSink", "summarize_documents", "write_whole"]
+__all__ = ["FolderSink", "JournalSink", "LineSink", "Sink", "TextSink", "summarize_documents"]

@@ -4,12 +4,17 @@ One draw of Philox (4 x 32 bits, 7 rounds) decides for 8 neighbours by 16 bits e
 access, so nobody draws twice. A rate is therefore a multiple of 1/65536, and what is kept is scaled by exactly that.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyramidion.kernels.launching import launch
+
 PARTS = 8  # neighbours that share a draw
+LANES = 256  # draws of a program
 
 
 @triton.jit
@@ -35,3 +40,11 @@ def scale(rate: float) -> float:
 def new_seed(device: torch.device) -> Tensor:
     """Draw a seed [1] from torch's generator of that device, without waiting for it."""
     return torch.randint(1 << 62, (1,), device=device)
+
+
+def launch_by_draws(kernel: Any, first: Tensor, *others: Tensor, dropout: float) -> None:
+    """Launch a kernel over all numbers of a tensor, 8 by each draw, if there are any."""
+    size = first.numel()
+    if size:
+        options = size, threshold(dropout), scale(dropout)
+        launch(kernel, (triton.cdiv(size, PARTS * LANES),), first, *others, *options, LANES=LANES, num_warps=8)

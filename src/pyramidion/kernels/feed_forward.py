@@ -10,11 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyramidion.kernels.chance import PARTS, keeps, new_seed, scale, threshold
-from pyramidion.kernels.launching import launch
+from pyramidion.kernels.chance import keeps, launch_by_draws, new_seed
 from pyramidion.kernels.registration import Operator
-
-LANES = 256  # draws of a program
 
 
 def relu_dropout(x: Tensor, dropout: float) -> Tensor:
@@ -34,9 +31,9 @@ def relu_dropout_forward(x, out, seeds, size, limit, growth, LANES: tl.constexpr
 
 
 @triton.jit
-def relu_dropout_backward(grad, out, grad_x, size, growth, BLOCK: tl.constexpr):
+def relu_dropout_backward(grad, out, grad_x, size, limit, growth, LANES: tl.constexpr):
     """Let the gradient of what was kept pass."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * (8 * LANES) + tl.arange(0, 8 * LANES)
     kept = tl.load(out + place, mask=place < size, other=0.0) > 0
     arriving = tl.load(grad + place, mask=place < size, other=0.0).to(tl.float32)
     tl.store(grad_x + place, tl.where(kept, arriving * growth, 0.0).to(grad_x.dtype.element_ty), mask=place < size)
@@ -44,12 +41,8 @@ def relu_dropout_backward(grad, out, grad_x, size, growth, BLOCK: tl.constexpr):
 
 def _forward(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     x = x.contiguous()
-    out, size = torch.empty_like(x), x.numel()
-    if size:
-        launch(
-            relu_dropout_forward, (triton.cdiv(size, PARTS * LANES),),
-            x, out, seed, size, threshold(dropout), scale(dropout), LANES=LANES, num_warps=8,
-        )  # fmt: skip
+    out = torch.empty_like(x)
+    launch_by_draws(relu_dropout_forward, x, out, seed, dropout=dropout)
     return out
 
 
@@ -59,12 +52,8 @@ def _forward_fake(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
 
 def _backward(grad: Tensor, out: Tensor, dropout: float) -> Tensor:
     grad = grad.contiguous()
-    grad_x, size = torch.empty_like(grad), grad.numel()
-    if size:
-        launch(
-            relu_dropout_backward, (triton.cdiv(size, PARTS * LANES),),
-            grad, out, grad_x, size, scale(dropout), BLOCK=PARTS * LANES, num_warps=8,
-        )  # fmt: skip
+    grad_x = torch.empty_like(grad)
+    launch_by_draws(relu_dropout_backward, grad, out, grad_x, dropout=dropout)
     return grad_x
 
 

@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyramidion.kernels.chance import PARTS, keeps, new_seed, scale, threshold
+from pyramidion.kernels.chance import PARTS, keeps, launch_by_draws, new_seed, scale, threshold
 from pyramidion.kernels.launching import launch, processors
 from pyramidion.kernels.registration import Operator
 
 ROWS = 4  # of one program on the way forward
 CROWD = 8  # programs of a multiprocessor on the way back
-LANES = 256  # draws of a program that only adds
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -251,7 +250,7 @@ def add_backward(grad, grad_change, seeds, size, limit, growth, LANES: tl.conste
 def _add_forward(x: Tensor, change: Tensor, seed: Tensor, dropout: float) -> Tensor:
     x, change = x.contiguous(), change.contiguous()
     out = _add_fake(x, change, seed, dropout)
-    _launch_flat(add_forward, x, change, out, seed, dropout=dropout)
+    launch_by_draws(add_forward, x, change, out, seed, dropout=dropout)
     return out
 
 
@@ -262,19 +261,12 @@ def _add_fake(x: Tensor, change: Tensor, seed: Tensor, dropout: float) -> Tensor
 def _add_backward(grad: Tensor, seed: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
     grad = grad.contiguous()
     grad_change = _add_backward_fake(grad, seed, dropout, dtype)
-    _launch_flat(add_backward, grad, grad_change, seed, dropout=dropout)
+    launch_by_draws(add_backward, grad, grad_change, seed, dropout=dropout)
     return grad_change
 
 
 def _add_backward_fake(grad: Tensor, seed: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
     return torch.empty(grad.shape, dtype=dtype, device=grad.device)
-
-
-def _launch_flat(kernel: Any, first: Tensor, *others: Tensor, dropout: float) -> None:
-    size = first.numel()
-    if size:
-        options = size, threshold(dropout), scale(dropout)
-        launch(kernel, (triton.cdiv(size, PARTS * LANES),), first, *others, *options, LANES=LANES, num_warps=8)
 
 
 def _add_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

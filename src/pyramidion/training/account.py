@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pyramidion.training.checkpoint import write_atomically
+from pyramidion.disk import write_whole
 
 METRICS, TIMES = "metrics.jsonl", "times.jsonl"
 PASSING = ("_runtime", "_per_second", "_flos")  # what differs from run to run
@@ -35,14 +35,14 @@ class Account:
     def take_up(self, step: int, history: Iterable[Record], machine: Mapping[str, Any] | None) -> None:
         """Begin, or go on, at a step: what was written beyond it is forgotten, since it is done again."""
         lasting = (json.dumps(line, sort_keys=True) + "\n" for line in filter(None, map(_lasting, history)))
-        write_atomically(self.metrics, "".join(lasting))
+        write_whole(self.metrics, "".join(lasting))
         times = [line for line in read_lines(self.times) if line["step"] <= step]
         measured = [line for line in times if "seconds" in line]
         self._before = measured[-1]["seconds"] if measured else 0.0
         self._last = (self._before, measured[-1]["documents"] if measured else 0.0)
         self._paused, self._began = 0.0, perf_counter()
         times.append({"step": step, "machine": dict(machine) if machine else None})
-        write_atomically(self.times, "".join(json.dumps(line) + "\n" for line in times))
+        write_whole(self.times, "".join(json.dumps(line) + "\n" for line in times))
 
     def add(self, record: Record) -> None:
         """Append a record of the Trainer's log."""

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pyramidion.disk import sync_folder, write_synced
+
 MANIFEST = "manifest.json"
 STAGING = ".staging-"
 TRASH = ".trash-"
@@ -87,13 +89,13 @@ def seal(staged: Path, target: Path, **facts: Any) -> Path:
     for path in _files(staged):
         files[path.relative_to(staged).as_posix()] = {"size": path.stat().st_size, "sha256": _hash(path, sync=True)}
     body = json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
-    _write(staged / MANIFEST, f"{body}\n{_digest(body)}")  # its own hash last: nothing in it can change unseen
+    write_synced(staged / MANIFEST, f"{body}\n{_digest(body)}")  # its own hash last: nothing in it can change unseen
     for folder in sorted({path.parent for path in _files(staged)}):
-        _sync(folder)
+        sync_folder(folder)
     if target.exists():
         discard(target)
     staged.rename(target)
-    _sync(target.parent)
+    sync_folder(target.parent)
     return target
 
 
@@ -126,14 +128,6 @@ def discard(path: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file, whole or not at all."""
-    beside = path.with_name(f".{path.name}.new")
-    _write(beside, text)
-    beside.replace(path)
-    _sync(path.parent)
-
-
 def is_full(error: BaseException) -> bool:
     """Tell whether an error means that the disk, or what may be used of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -164,18 +158,3 @@ def _hash(path: Path, *, sync: bool = False) -> str:
         if sync:
             os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

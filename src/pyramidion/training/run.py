@@ -11,10 +11,12 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from pyramidion.data import TokenStore
+from pyramidion.disk import write_whole
+from pyramidion.generation.summarizer import choose_device
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
-from pyramidion.training.checkpoint import is_full, read_manifest, write_atomically
+from pyramidion.training.checkpoint import is_full, read_manifest
 from pyramidion.training.recipe import Recipe
-from pyramidion.training.trainer import Bell, PyramidionTrainer, Tell, TrainingStopped, device_of
+from pyramidion.training.trainer import Bell, PyramidionTrainer, Tell, TrainingStopped
 from pyramidion.training.validation import Progress, validation
 
 FINISHED = "finished.json"
@@ -54,7 +56,8 @@ def train(
         done = json.loads((output / FINISHED).read_text())
         tell(f"This run finished at step {done['step']}; its model is in {str(output / 'model')!r}. Nothing is done.")
         return Outcome("before", done["step"], output / "model")
-    if recipe.fsdp and (device_of(recipe) == "cpu" or "WORLD_SIZE" not in os.environ):
+    device = choose_device(recipe.device)
+    if recipe.fsdp and (device.type == "cpu" or "WORLD_SIZE" not in os.environ):
         raise ValueError(
             "`fsdp` must be started by torchrun, on GPUs: parameters are shared out among processes there."
         )
@@ -95,7 +98,7 @@ def _same_run(recipe: Recipe, store: TokenStore, output: Path, world: int) -> No
     if not path.is_file():
         output.mkdir(parents=True, exist_ok=True)
         if _first():
-            write_atomically(path, json.dumps(now, indent=1))
+            write_whole(path, json.dumps(now, indent=1))
         return
     before = json.loads(path.read_text())
     changed = [
@@ -150,7 +153,7 @@ def _end(trainer: PyramidionTrainer, tell: Tell) -> Outcome:
     trainer.finish()
     if _first():
         facts = {"step": step, "best": trainer.progress.best, "best_step": trainer.progress.best_step}
-        write_atomically(trainer.folder / FINISHED, json.dumps({**facts, "skipped": trainer.progress.skipped}))
+        write_whole(trainer.folder / FINISHED, json.dumps({**facts, "skipped": trainer.progress.skipped}))
     tell(f"Finished at step {step}; the model is in {str(trainer.folder / 'model')!r}.")
     return Outcome("finished", step, trainer.folder / "model")
 

@@ -337,11 +337,6 @@ class Watch(TrainerCallback):
         return bool(told)
 
 
-def device_of(recipe: Recipe) -> str:
-    """Say what a recipe trains on here."""
-    return "cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
 def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """Translate a recipe into the Trainer's own arguments."""
     import os

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from pyramidion.data import Collator, TokenStore
+from pyramidion.disk import write_whole
+from pyramidion.evaluation import rouge
+from pyramidion.generation import decoding_options
+from pyramidion.generation.engine import generate
 from pyramidion.generation.journal import to_line
-from pyramidion.training.checkpoint import write_atomically
+from pyramidion.generation.loop import forget
 from pyramidion.training.recipe import Recipe
-
-NAMES = ("val", "validation", "valid", "dev")
 
 Progress = Callable[[int, int, str], None]
 
@@ -24,8 +26,8 @@ Progress = Callable[[int, int, str], None]
 class Validation:
     """Score a model on the validation split of a store, the documents shared among all processes."""
 
-    def __init__(self, recipe: Recipe, store: TokenStore, split: str, folder: Path, progress: Progress) -> None:
-        self.recipe, self.split, self.tokenizer = recipe, store[split], store.tokenizer()
+    def __init__(self, recipe: Recipe, store: TokenStore, folder: Path, progress: Progress) -> None:
+        self.recipe, self.split, self.tokenizer = recipe, store["val"], store.tokenizer()
         limit = recipe.evaluate_limit or len(self.split)
         self.count, self.progress = min(len(self.split), limit), progress
         self.written = folder / "validation.jsonl"
@@ -34,9 +36,6 @@ class Validation:
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Give the mean loss of a token, and ROUGE times 100."""
-        from pyramidion.evaluation import rouge
-        from pyramidion.generation.loop import forget
-
         order = sorted(range(self.count), key=lambda i: int(self.split.document_lengths[i]))[self.rank :: self.world]
         parts = [order[i : i + self.recipe.device_batch] for i in range(0, len(order), self.recipe.device_batch)]
         found: list[tuple[int, str, float, int]] = []  # place, summary, summed loss, tokens
@@ -51,14 +50,11 @@ class Validation:
         if self.rank == 0:
             pairs = enumerate(zip(texts, references, strict=True))
             rows = ({"index": i, "id": self.split[i].id, "prediction": p, "reference": r} for i, (p, r) in pairs)
-            write_atomically(self.written, "".join(map(to_line, rows)))
+            write_whole(self.written, "".join(map(to_line, rows)))
         loss = sum(loss for _, _, loss, _ in found) / sum(tokens for _, _, _, tokens in found)
         return {"loss": loss, **{kind: 100 * float(values.mean()) for kind, values in scores.items()}}
 
     def _batch(self, model: Any, places: Sequence[int]) -> list[tuple[int, str, float, int]]:
-        from pyramidion.generation import decoding_options
-        from pyramidion.generation.engine import generate
-
         config = model.config
         source = self.recipe.max_source or config.entering[0]
         collate = Collator(
@@ -85,8 +81,7 @@ class Validation:
 
 def validation(recipe: Recipe, store: TokenStore, folder: Path, progress: Progress) -> Validation | None:
     """Make the validation of a run; none where the store has no split for it."""
-    name = next((name for name in NAMES if name in store.splits), None)
-    return None if name is None else Validation(recipe, store, name, folder, progress)
+    return Validation(recipe, store, folder, progress) if "val" in store else None
 
 
 def _device(model: nn.Module) -> torch.device:
