@@ -222,7 +222,7 @@ class TestCommand:
             (["--batch", "0"], "`batch` must be at least 1, got 0."),
             (["--dtype", "int8"], "`dtype` must be one of float32, bfloat16, got int8."),
             (["--budget", "-1"], "`budget` must be a positive number of seconds, got -1."),
-            (["--device", "tpu"], "`device` must be auto, cpu or cuda, got tpu."),
+            (["--device", "tpu"], "`device` must be auto, cpu or cuda, got 'tpu'."),
             (["--output", __file__], "`--output` must be a folder, got the file"),
         ],
     )

@@ -96,10 +96,18 @@ def test_a_wrong_recipe_is_refused(text: str, message: str, tmp_path: Path):
         read_recipe(path, {})
 
 
-def test_a_batch_is_parts_times_processes():
-    assert small(batch_size=24, device_batch=4).accumulation(2) == 3
-    with pytest.raises(ValueError, match=r"`batch_size` must be a multiple .* got 24, 5 and 2"):
-        small(batch_size=24, device_batch=5).accumulation(2)
+@pytest.mark.parametrize(
+    ("batch", "at_most", "world", "parts", "at_once"),
+    [(24, 4, 2, 3, 4), (24, 5, 2, 3, 4), (4, 8, 1, 1, 4), (7, 3, 1, 7, 1), (1, 1, 1, 1, 1), (256, 4, 1, 64, 4)],
+)
+def test_a_batch_is_split_into_equal_parts(batch: int, at_most: int, world: int, parts: int, at_once: int):
+    assert small(batch_size=batch, device_batch=at_most).split(world) == (parts, at_once)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_batch_is_shared_out_among_all_processes(batch: int):
+    with pytest.raises(ValueError, match=f"`batch_size` must be a multiple .* got {batch} and 2"):
+        small(batch_size=batch).split(2)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -386,6 +394,11 @@ def test_the_command_shows_its_recipe():
         (["--preset", "row-99"], "got 'row-99'"),
         (["--recipe", "nowhere.yaml"], "The recipe must be a file that exists, got 'nowhere.yaml'."),
         ([], "nowhere"),
+        pytest.param(
+            ["--device", "cuda"],
+            "there is no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_the_command_refuses_in_one_line(arguments: list[str], message: str, tmp_path: Path):

@@ -14,6 +14,7 @@ from pyramidion.bench.models import Bench
 from pyramidion.bench.peers import Candidate
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import Row, Sheet, Tell
+from pyramidion.kernels.launching import choose_device
 
 TITLE = "Writing"
 WRITERS = {"engine": ("engine",), "transformers": ("dynamic cache", "static cache")}
@@ -53,7 +54,7 @@ class Settings:
 
 def default_settings(device: str = "auto", *, quick: bool = False, **given: Any) -> Settings:
     """Fill in what suits the device."""
-    device = rows.choose_device(device)
+    device = choose_device(device).type
     usual: dict[str, Any] = {"scale": "small", "n": 4096, "tokens": 64, "batches": (1, 4)}
     if device == "cuda":
         usual = {"scale": "deep", "n": 8192, "tokens": 512, "batches": (1, 8, 32), "dtype": "bfloat16", "repeats": 7}

@@ -13,6 +13,7 @@ from pyramidion.bench import measure, peers, report, rows
 from pyramidion.bench.models import Bench
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import OUT_OF_MEMORY, OVER_BUDGET, Row, Sheet, Skipped, Tell
+from pyramidion.kernels.launching import choose_device
 
 TITLE = "One training step against length"
 GRAIN = 1024  # tokens by which the longest document is known at best
@@ -59,7 +60,7 @@ class Settings:
 
 def default_settings(device: str = "auto", *, quick: bool = False, **given: Any) -> Settings:
     """Fill in what suits the device."""
-    device = rows.choose_device(device)
+    device = choose_device(device).type
     usual: dict[str, Any] = {"scale": "small", "most": 16384, "budget": 10.0, "longest": False, "repeats": 3}
     if device == "cuda":
         usual = {"scale": "deep", "dtype": "bfloat16", "target": 512, "repeats": 7}

@@ -17,6 +17,7 @@ from pyramidion.bench.peers import Candidate
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import Row, Sheet, Skipped, Tell
 from pyramidion.generation import engine
+from pyramidion.kernels.launching import choose_device
 
 TITLE = "Models beside their peers"
 MEASURES = {"train": "training step", "encode": "encoding", "greedy": "greedy", "beam": "beam 2"}
@@ -67,7 +68,7 @@ class Settings:
 
 def default_settings(device: str = "auto", *, quick: bool = False, **given: Any) -> Settings:
     """Fill in what suits the device: the paper's deep size on a GPU, a small one on a CPU."""
-    device = rows.choose_device(device)
+    device = choose_device(device).type
     usual: dict[str, Any] = {"scale": "small", "lengths": (1024, 4096), "batches": (1,), "budget": 20.0}
     if device == "cuda":
         usual = {"scale": "deep", "lengths": (2048, 8192, 16384), "batches": (1, 8), "dtype": "bfloat16"}

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyramidion.bench import report
 from pyramidion.bench.measure import race
 from pyramidion.bench.report import Column
+from pyramidion.kernels.launching import choose_device
 from pyramidion.modeling_pyramidion import PyramidionEncoder
 from pyramidion.presets import preset
 
@@ -49,11 +50,7 @@ class Settings:
 
 def default_settings(device: str = "auto", **given: Any) -> Settings:
     """Fill in what suits the device: the deep models on a GPU, the small ones on a CPU."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"`device` must be auto, cpu or cuda, got {device!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`device` must be cpu where there is no GPU, got 'cuda'.")
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    on_gpu = choose_device(device).type == "cuda"
     usual: dict[str, Any] = (
         {"presets": ("deep-blockwise", "deep-pyramidion"), "batch": 16, "dtype": "bfloat16"}
         if on_gpu

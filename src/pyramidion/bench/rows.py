@@ -50,15 +50,6 @@ class Page(Protocol):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def choose_device(device: str) -> str:
-    """Read auto, cpu or cuda as the device to measure on."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"`device` must be auto, cpu or cuda, got {device!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`device` must be cpu where there is no GPU, got 'cuda'.")
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
 def check(settings: Any, **least: float) -> None:
     """Refuse numbers, alone or in a tuple, below the least that is allowed, and an unknown type of number."""
     for name, lowest in least.items():

@@ -14,6 +14,7 @@ from pyramidion.bench.peers import Candidate
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import OUT_OF_MEMORY, Row, Sheet, Tell
 from pyramidion.configuration_pyramidion import PyramidionConfig
+from pyramidion.kernels.launching import choose_device
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
 from pyramidion.presets import PRESETS, find, preset
 
@@ -70,7 +71,7 @@ def paper_presets() -> tuple[str, ...]:
 
 def default_settings(device: str = "auto", *, quick: bool = False, **given: Any) -> Settings:
     """Fill in what suits the device: the paper's shapes on a GPU, an eighth of its lengths on a CPU."""
-    device = rows.choose_device(device)
+    device = choose_device(device).type
     usual: dict[str, Any] = {"presets": paper_presets()}
     if device == "cpu":
         usual |= {"shrink": 8, "train_batch": 2, "write_batch": 2, "target": 64, "dtypes": ("float32",), "repeats": 3}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyramidion.bench import measure
+from pyramidion.kernels.launching import choose_device
 from pyramidion.topk import hard_topk, soft_topk, straight_through_topk
 from pyramidion.topk.rivals import RIVALS
 
@@ -211,11 +212,7 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 def default_settings(device: str = "auto", *, quick: bool = False, **given: Any) -> Settings:
     """Fill in what was not given: the paper's sizes on a GPU, ones that end within minutes on a CPU."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"`device` must be auto, cpu or cuda, got {device}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`device` must be one that is there: torch finds no GPU, got cuda.")
-    gpu = torch.cuda.is_available() and device != "cpu"
+    gpu = choose_device(device).type == "cuda"
     defaults: dict[str, Any] = {"device": "cuda" if gpu else "cpu"}
     if gpu:
         defaults |= {"batch": 16, "sizes": GPU_SIZES, "min_time": 0.1, "budget": 0.15}

@@ -273,7 +273,7 @@ def train(
     import os
 
     from pyramidion.bench.measure import machine
-    from pyramidion.generation.summarizer import choose_device
+    from pyramidion.kernels.launching import choose_device
     from pyramidion.training.run import TrainingStopped, train
 
     first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks

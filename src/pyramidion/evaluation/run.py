@@ -20,7 +20,8 @@ from pyramidion.evaluation.baselines import BASELINES, WORDS
 from pyramidion.evaluation.overlap import Tell
 from pyramidion.generation.decoding import decoding_options, options_of
 from pyramidion.generation.journal import Journal, Row, read_rows
-from pyramidion.generation.summarizer import Summarizer, Text, choose_device, model_folder
+from pyramidion.generation.summarizer import Summarizer, Text, model_folder
+from pyramidion.kernels.launching import choose_device
 
 PREDICTIONS, SETTINGS = "predictions.jsonl", "settings.json"
 

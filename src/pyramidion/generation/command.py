@@ -9,7 +9,8 @@ from typing import Any
 
 from pyramidion.generation.documents import LINES, STDIN, count_files, documents
 from pyramidion.generation.output import FolderSink, JournalSink, LineSink, Sink, TextSink, summarize_documents
-from pyramidion.generation.summarizer import Summarizer, choose_device, model_folder
+from pyramidion.generation.summarizer import Summarizer, model_folder
+from pyramidion.kernels.launching import choose_device
 
 FORMATS = ("text", "jsonl")
 BROKEN_PIPE = 141  # what a shell reports of a program whose reader went away

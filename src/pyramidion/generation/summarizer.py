@@ -22,6 +22,7 @@ from pyramidion.configuration_pyramidion import PyramidionConfig
 from pyramidion.generation.decoding import decoding_options
 from pyramidion.generation.engine import Engine, generate, out_of_memory
 from pyramidion.generation.texts import Unusable, usable
+from pyramidion.kernels.launching import choose_device
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
 
 WINDOW = 8  # batches that are sorted by length together
@@ -259,17 +260,4 @@ def model_folder(path: str | Path) -> Path:
     return folder
 
 
-def choose_device(name: str) -> torch.device:
-    """Name the device: `auto` is a GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"`device` must be auto, cpu or cuda, got {name!r}.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"`device` must be one that this machine has, got {name!r}, and there is no GPU.")
-    return device
-
-
-__all__ = ["Summarizer", "Summary", "Text", "batches", "choose_device", "model_folder"]
+__all__ = ["Summarizer", "Summary", "Text", "batches", "model_folder"]

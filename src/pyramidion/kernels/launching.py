@@ -1,4 +1,4 @@
-"""Start Triton kernels: where they run, and whether they can."""
+"""Which device computes, whether kernels serve it, and how they are started."""
 
 import functools
 import importlib.util
@@ -34,3 +34,16 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, *
 def processors(device: torch.device) -> int:
     """Count the multiprocessors: at least as many programs run at the same time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def choose_device(name: str) -> torch.device:
+    """Name the device: `auto` is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"`device` must be auto, cpu or cuda, got {name!r}.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"`device` must be one that this machine has, got {name!r}, and there is no GPU.")
+    return device

@@ -1,6 +1,7 @@
 """The recipe of a run: every setting of training, from a YAML file or from the command line, none of them unknown."""
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ class Recipe:
     preset, model           a model by name, with single settings changed; or `init_from`, a folder to go on from
     max_source, max_target  tokens a document and its summary are cut to; by default what the model is for, and 512
     batch_size              documents in one step of the optimizer, over all processes and accumulated parts
-    device_batch            documents computed at once in one process
+    device_batch            documents computed at once in one process, at most
     epochs, max_steps       how long; steps win where both are given
     learning_rate, warmup_steps, schedule   the rate, the steps in which it rises from 0, and what it does then: it
                             stays (`constant`) or falls to 0 by the end (`linear`, `cosine`)
@@ -88,15 +89,16 @@ class Recipe:
         """Make the configuration of the model, for a vocabulary of that size."""
         return preset(self.preset, **{"vocab_size": vocabulary, **(self.model or {})})
 
-    def accumulation(self, world: int) -> int:
-        """Count the parts of a batch that are computed one after the other, in each of `world` processes."""
-        parts, rest = divmod(self.batch_size, self.device_batch * world)
-        if rest or not parts:
+    def split(self, world: int) -> tuple[int, int]:
+        """Split a batch among `world` processes: the equal parts each computes one by one, and the documents in one."""
+        share, rest = divmod(self.batch_size, world)
+        if rest or not share:
             raise ValueError(
-                f"`batch_size` must be a multiple of `device_batch` times the number of processes, "
-                f"got {self.batch_size}, {self.device_batch} and {world}."
+                f"`batch_size` must be a multiple of the number of processes, got {self.batch_size} and {world}."
             )
-        return parts
+        fewest = range(math.ceil(share / self.device_batch), share + 1)
+        parts = next(parts for parts in fewest if share % parts == 0)
+        return parts, share // parts
 
     def to_dict(self) -> dict[str, Any]:
         """Give every setting, ready for YAML or JSON."""

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from pyramidion.data import TokenStore
 from pyramidion.disk import write_whole
-from pyramidion.generation.summarizer import choose_device
+from pyramidion.kernels.launching import choose_device
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
 from pyramidion.training.checkpoint import is_full, read_manifest
 from pyramidion.training.recipe import Recipe
@@ -62,9 +62,9 @@ def train(
             "`fsdp` must be started by torchrun, on GPUs: parameters are shared out among processes there."
         )
     store = TokenStore.open(data)
+    parts, at_once = recipe.split(world)
     _same_run(recipe, store, output, world)
-    parts = recipe.accumulation(world)
-    tell(f"{world} process{'es' if world > 1 else ''}, each {parts} × {recipe.device_batch} documents a step.")
+    tell(f"{world} process{'es' if world > 1 else ''}, each {parts} × {at_once} documents a step.")
     logging.disable_progress_bar()  # of transformers, for every file it writes
     with Bell() as bell:
         set_seed(recipe.seed)

@@ -114,7 +114,7 @@ class PyramidionTrainer(Trainer):
         split: Any = self.store["train"]
         batches = LengthGroupedBatches(
             split.document_lengths,
-            self.recipe.device_batch,
+            self.args.per_device_train_batch_size,
             seed=self.recipe.seed,
             rank=self.args.process_index,
             world=self.args.world_size,
@@ -254,7 +254,7 @@ class PyramidionTrainer(Trainer):
 
     def epoch_steps(self) -> int:
         """Count the steps of the optimizer in one epoch."""
-        batches = math.ceil(len(self.store["train"]) / (self.recipe.device_batch * self.args.world_size))
+        batches = math.ceil(len(self.store["train"]) / (self.args.per_device_train_batch_size * self.args.world_size))
         return math.ceil(batches / self.args.gradient_accumulation_steps)
 
     def complete(self) -> bool:
@@ -341,11 +341,11 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
     """Translate a recipe into the Trainer's own arguments."""
     import os
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    parts, at_once = recipe.split(int(os.environ.get("WORLD_SIZE", "1")))
     return TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=recipe.device_batch,
-        gradient_accumulation_steps=recipe.accumulation(world),
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=parts,
         num_train_epochs=recipe.epochs,
         max_steps=recipe.max_steps or -1,
         learning_rate=recipe.learning_rate,
