@@ -293,7 +293,7 @@ def test_autocast_of_the_caller_is_kept(family: str):
     with torch.autocast("cpu", torch.bfloat16):
         theirs, ours = both(model, documents, min_new_tokens=24)
         decoder = loop.writer_for(model, Rules(1, 9, 0), 4, 8, False).decoder
-    assert decoder.caches[0].dtype == decoder.head.dtype == torch.bfloat16
+    assert decoder.cache.dtype == decoder.head.dtype == torch.bfloat16
     assert decoder.blocks[0].residuals[0].norm.weight.dtype == torch.float32
     best = teacher_forced(model, documents, both(model, documents, min_new_tokens=24)[0])
     loss = [(best - teacher_forced(model, documents, one)).abs().max().item() for one in (theirs, ours)]

@@ -23,6 +23,7 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from pyramidion import modeling_pyramidion as modeling
+from pyramidion.generation import resident
 from pyramidion.generation.search import Beam, Greedy, Rules, Search
 from pyramidion.generation.step import Decoder, compute_dtype
 
@@ -153,6 +154,7 @@ class Pace:
     bucket  positions that the first steps attend to; the next bucket is this many more, or twice as many if it doubles
     check   steps between two looks at whether all have ended
     kept    sets of buffers, and of graphs, that are kept for a model
+    stays   whether a step is one launch of programs that wait for each other, where it can be
     """
 
     grain: tuple[int, int] = (1, 1)
@@ -160,6 +162,7 @@ class Pace:
     doubles: bool = False
     check: int = 1
     kept: int = 0
+    stays: bool = False
 
     def length(self, position: int, limit: int) -> int:
         """Give how many positions a step at this one attends to."""
@@ -186,7 +189,8 @@ class Writer:
         kind: type[Search] = Greedy if rules.beams == 1 else Beam
         self.pace = PACES.get(model.device.type, Pace())
         self.search = kind(rules, b, model.config.vocab_size, model.device)
-        self.decoder = Decoder(model, self.search, k, masked=masked)
+        stays = self.pace.stays and resident.serves(model, self.search)
+        self.decoder = (resident.ResidentDecoder if stays else Decoder)(model, self.search, k, masked=masked)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
@@ -199,11 +203,19 @@ class Writer:
         self.decoder.read(model, memory, mask, beams)
         self.search.reset(start[::beams, 0])
         live = _Watch(self.search.live, self.pace.check)
-        for position in range(limit - 1):
-            self._step(self.pace.length(position, limit))
-            if live.over(position):
-                break
+        position = 0
+        while position < limit - 1 and not live.over(position):
+            position += self._go_on(position, limit)
         return self.search.texts(len(start) // beams)
+
+    def _go_on(self, position: int, limit: int) -> int:
+        """Write some tokens, and say how many."""
+        if self.decoder.strides:
+            turns = min(self.pace.check, limit - 1 - position)
+            self.decoder.stride(turns)
+            return turns
+        self._step(self.pace.length(position, limit))
+        return 1
 
     def _step(self, length: int) -> None:
         if self.pool is None:
@@ -238,9 +250,9 @@ class _Watch:
         self.copies = [torch.ones(1, dtype=torch.bool, pin_memory=live.is_cuda) for _ in range(2)]
         self.made: torch.cuda.Event | None = None
 
-    def over(self, position: int) -> bool:
-        """Tell whether nothing is left to write, as far as is known."""
-        if (position + 1) % self.every:
+    def over(self, written: int) -> bool:
+        """Tell after so many steps whether nothing is left to write, as far as is known."""
+        if not written or written % self.every:
             return False
         if not self.live.is_cuda:
             return not self.live

@@ -26,6 +26,7 @@ from pyramidion.modeling_pyramidion import (
     through,
 )
 
+PRODUCTS = ("attention", "attention_out", "cross", "cross_out", "widen", "narrow")  # of a layer, in order of use
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for each length
 
 
@@ -80,9 +81,17 @@ class Block:
         """Transform each row of x [r d] by itself."""
         return self.narrow(self.activation(self.widen(x))), None
 
+    def products(self) -> Iterator[Dense]:
+        """List the linear maps, in the order of their use."""
+        return (getattr(self, name) for name in PRODUCTS)
+
+    def parts(self, kind: str) -> list[Tensor]:
+        """List their weights, or their biases."""
+        return [getattr(dense, kind) for dense in self.products()]
+
     def tensors(self) -> Iterator[Tensor]:
         """List the weights that may be copies of the model's."""
-        for dense in (self.attention, self.attention_out, self.cross, self.cross_out, self.widen, self.narrow):
+        for dense in self.products():
             yield from (dense.weight, dense.bias)
 
 
@@ -95,9 +104,9 @@ def compute_dtype(model: PyramidionForConditionalGeneration) -> torch.dtype:
 class Decoder:
     """Decode one token for all texts, beside a memory whose keys and values were computed once.
 
-    cache   [2 b h t beams e] a layer  keys and values of the texts, by position and the beam that wrote them
-    memory  [2 b h k e]       a layer  keys and values of the documents
-    mask    [b 1 1 k]                  True for a real representation; None where all are
+    cache   [L 2 b h t beams e]  keys and values of the texts, by position and the beam that wrote them
+    memory  [L 2 b h k e]        keys and values of the documents
+    mask    [b 1 1 k]            True for a real representation; None where all are
     """
 
     def __init__(
@@ -115,8 +124,8 @@ class Decoder:
             self.table = sinusoids(torch.arange(capacity, device=device), config.hidden_size)
             self.table = self.table.to(self.embed.weight.dtype)  # [t d]
         own, other = (2, documents, heads, capacity, beams, width), (2, documents, heads, k, width)
-        self.caches = [torch.zeros(own, dtype=dtype, device=device) for _ in self.blocks]
-        self.memories = [torch.zeros(other, dtype=dtype, device=device) for _ in self.blocks]
+        self.cache = torch.zeros(len(self.blocks), *own, dtype=dtype, device=device)
+        self.memory = torch.zeros(len(self.blocks), *other, dtype=dtype, device=device)
         self.mask = torch.ones(documents, 1, 1, k, dtype=torch.bool, device=device) if masked else None
 
     def refresh(self, model: PyramidionForConditionalGeneration) -> None:
@@ -138,7 +147,7 @@ class Decoder:
         memory = memory[::beams]
         b, k = memory.shape[:2]
         layers: Any = model.model.decoder.layers
-        for layer, cache, kept in zip(layers, self.caches, self.memories, strict=True):
+        for layer, cache, kept in zip(layers, self.cache, self.memory, strict=True):
             cache.zero_()
             attention = layer.cross_attention
             for place, project in enumerate((attention.key, attention.value)):
@@ -147,6 +156,15 @@ class Decoder:
             self.mask.fill_(False)
             self.mask[b:] = True  # nothing is read there, but nothing must be undefined either
             self.mask[:b, 0, 0, :k] = True if mask is None else mask[::beams] != 0
+
+    @property
+    def strides(self) -> bool:
+        """Tell whether many tokens can be written at once."""
+        return False
+
+    def stride(self, turns: int) -> None:
+        """Write so many tokens."""
+        raise NotImplementedError
 
     def step(self, length: int) -> None:
         """Write one token; the texts have fewer than `length`, start token counted, or as many."""
@@ -160,7 +178,7 @@ class Decoder:
             x = x + self.table.index_select(0, self.search.position)
         x = x if self.pre else stream(x)
         visible = self.search.visible(length)  # [b 1 beams length*beams]
-        for block, cache, memory in zip(self.blocks, self.caches, self.memories, strict=True):
+        for block, cache, memory in zip(self.blocks, self.cache, self.memory, strict=True):
             own, cross, dense = block.residuals
             x, _ = through(
                 x,

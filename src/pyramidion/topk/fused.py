@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyramidion.kernels.launching import interpreted, launch, processors
 from pyramidion.kernels.registration import Operator
+from pyramidion.kernels.waiting import wait
 from pyramidion.topk import tournament
 from pyramidion.topk.selection import Selection, pool_backward_fake, pool_fake, pool_grad, pool_save
 
@@ -262,17 +263,6 @@ def number_slots(
         tl.store(slots + token, slot, mask=real)
         tl.store(members + (slot << rounds) + leaf, token.to(tl.int64), mask=real)
         tl.store(blended + slot, tl.load(final + candidate, mask=won, other=0.0).to(tl.float32), mask=won)
-
-
-@triton.jit
-def wait(counter, target):
-    """Wait until the programs of this document have arrived `target` times in all; what they wrote is then seen."""
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
-    while arrived < target:
-        arrived = tl.load(counter, volatile=True)
-    tl.atomic_add(counter, 0, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=SIZES)

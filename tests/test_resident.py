@@ -1,0 +1,213 @@
+"""The decoder as one launch: the logits of the decoder in torch's operations, and its tokens, at odd sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from pyramidion.generation import engine, loop, resident
+from pyramidion.generation.resident import ResidentDecoder
+from pyramidion.generation.search import Beam, Greedy, Rules, Search
+from pyramidion.generation.step import Decoder
+from test_engine import assert_equal, make_documents, make_model
+
+pytest.importorskip("triton")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+K = 11  # representations of a document: not a multiple of anything
+
+
+def make_search(documents: int = 2, beams: int = 1, limit: int = 9, **rules: Any) -> Search:
+    kind = Greedy if beams == 1 else Beam
+    search = kind(Rules(beams, limit, 0, **rules), documents, 61, torch.device(DEVICE))
+    search.reset(torch.full((documents,), 1, device=DEVICE))
+    return search
+
+
+def make_decoders(
+    model: Any, *, documents: int = 2, beams: int = 1, masked: bool = True, splits: int = 1, **rules: Any
+) -> tuple[Decoder, ResidentDecoder]:
+    """Make both kinds of decoder, with the same memory before them."""
+    model = model.to(DEVICE)
+    memory = torch.randn(documents, K, model.config.hidden_size, device=DEVICE).to(model.dtype)
+    mask = torch.arange(K, device=DEVICE) < torch.tensor([6, K][:documents], device=DEVICE)[:, None]
+    made = []
+    for kind in (Decoder, ResidentDecoder):
+        decoder = kind(model, make_search(documents, beams, **rules), K, masked=masked)
+        decoder.read(model, memory, mask if masked else None)
+        made.append(decoder)
+    if not GPU:
+        made[1].launcher.splits = splits
+        size = made[1].launcher.floats.numel() + documents * model.config.num_attention_heads * splits * 16 * 18
+        made[1].launcher.floats = torch.zeros(size)
+    return made[0], made[1]
+
+
+def assert_same_logits(plain: Decoder, one: ResidentDecoder, steps: int = 2, tolerance: float = 2e-5) -> None:
+    """Compare logits step by step, and let both searches go on by the same ones."""
+    for _ in range(steps):
+        expected, given = plain.logits(8), one.logits(8)
+        torch.testing.assert_close(given.float(), expected.float(), rtol=tolerance, atol=tolerance)
+        plain.search.choose(expected.clone(), 8)
+        one.search.choose(expected.clone(), 8)
+
+
+@pytest.mark.parametrize("family", ["transpooler", "pre_norm", "positions"])
+@torch.inference_mode()
+def test_the_logits_are_those_of_single_operations(family: str):
+    assert_same_logits(*make_decoders(make_model(family)))
+
+
+@torch.inference_mode()
+def test_beams_see_their_own_past():
+    plain, one = make_decoders(make_model(), documents=1, beams=3, masked=False)
+    assert_same_logits(plain, one, 4)
+    torch.testing.assert_close(one.cache, plain.cache, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_heads_may_be_shared_out(monkeypatch: pytest.MonkeyPatch):
+    """Parts of a softmax are put together, empty ones too."""
+    from pyramidion.kernels import decoding
+
+    if not GPU:
+        monkeypatch.setattr(decoding, "KEYS", type(decoding.KEYS)(4))  # several tiles of 11 representations
+    plain, one = make_decoders(make_model(), splits=4)
+    assert_same_logits(plain, one)
+    assert not one.launcher.ints[:64].any()
+    assert not one.launcher.ints[-6:].any()
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 40, "num_attention_heads": 2, "intermediate_size": 300}])
+@torch.inference_mode()
+def test_wide_layers_are_summed_in_parts(sizes: dict[str, int]):
+    assert_same_logits(*make_decoders(make_model("transpooler", **sizes), documents=1), steps=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@torch.inference_mode()
+def test_half_precision_is_as_near_as_single_operations(dtype: torch.dtype):
+    """Triton's interpreter does not multiply in bfloat16."""
+    plain, one = make_decoders(make_model("pre_norm").to(dtype))
+    reference = Decoder(make_model("pre_norm").to(DEVICE), make_search(), K, masked=True)
+    reference.memory.copy_(plain.memory)
+    reference.mask.copy_(plain.mask)  # type: ignore[union-attr]
+    truth = reference.logits(8)
+    errors = [(decoder.logits(8).float() - truth).abs().max().item() for decoder in (plain, one)]
+    assert errors[1] <= 1.5 * errors[0], errors
+
+
+@pytest.mark.parametrize("rules", [{"ends": (2, 7), "floor": 3}, {}], ids=["ends", "none"])
+@torch.inference_mode()
+def test_many_tokens_are_taken_in_one_launch(rules: dict[str, Any]):
+    plain, one = make_decoders(make_model("transpooler", seed=3, end=2.0), **rules)
+    for _ in range(4):
+        plain.step(8)
+    assert one.strides
+    one.stride(3)
+    one.stride(1)
+    for kept, expected in zip(one.search.moving(), plain.search.moving(), strict=True):
+        if kept is not one.search.origin:  # greedy texts have one past
+            assert torch.equal(kept, expected)
+
+
+@torch.inference_mode()
+def test_new_weights_are_seen():
+    model = make_model("pre_norm")
+    plain, one = make_decoders(model)
+    for weight in model.parameters():
+        weight.add_(torch.randn_like(weight) * 0.1)
+    for decoder in (plain, one):
+        decoder.refresh(model)
+    assert_same_logits(plain, one, 1)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"ngram": 2}, {"repetition": 1.2}, {"first": (4,)}, {"last": (2,)}, {"beams": 2}],
+    ids=["ngram", "repetition", "first", "last", "beams"],
+)
+def test_other_rules_are_left_to_the_search(rules: dict[str, Any]):
+    decoder = ResidentDecoder(make_model().to(DEVICE), make_search(**rules), K)
+    assert not decoder.strides
+
+
+@pytest.mark.parametrize(
+    ("changes", "documents"),
+    [({"activation_function": "gelu"}, 3), ({}, 33), ({"hidden_size": 1032}, 1), ({"dtype": torch.float64}, 1)],
+    ids=["activation", "rows", "width", "precision"],
+)
+def test_what_does_not_fit_is_not_served(changes: dict[str, Any], documents: int):
+    dtype = changes.pop("dtype", torch.float32)
+    model = make_model(**changes).to(DEVICE, dtype)
+    assert not resident.serves(model, make_search(documents))
+    assert resident.serves(make_model().to(DEVICE), make_search(32))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_summaries_are_the_same(beams: int):
+    loop.PACES[DEVICE] = loop.Pace(stays=True, check=2, kept=2)
+    model = make_model("both", seed=2, end=2.5, activation_function="relu").to(DEVICE)
+    documents = tuple(part.to(DEVICE) for part in make_documents([33, 5]))
+    assert_equal(model, documents, num_beams=beams, max_new_tokens=5)
+    assert isinstance(next(iter(loop._KEPT[model].values())).decoder, ResidentDecoder)
+
+
+@pytest.fixture(autouse=True)
+def _paces() -> Any:
+    paces = dict(loop.PACES)
+    yield
+    loop.PACES.clear()
+    loop.PACES.update(paces)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# On a GPU: many programs, and the sizes that count
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def deep_model(**changes: Any) -> Any:
+    """Make a decoder of the deep presets' size, beside an encoder of little."""
+    sizes = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 8}
+    deep = {"encoder_lengths": [512, 256], "block_size": 128, "decoder_layers": 6}
+    torch.manual_seed(0)
+    from pyramidion.configuration_pyramidion import PyramidionConfig
+    from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
+
+    return PyramidionForConditionalGeneration(PyramidionConfig(**{**sizes, **deep, **changes})).cuda().eval()
+
+
+def written(model: Any, documents: tuple[Tensor, Tensor], stays: bool, **options: Any) -> Tensor:
+    loop.PACES["cuda"] = loop.Pace(grain=(4, 64), bucket=64, doubles=True, check=16, kept=4, stays=stays)
+    loop.forget(model)
+    return engine.generate(model, *documents, GenerationConfig(**options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize(("documents", "beams"), [(8, 1), (1, 1), (32, 1), (8, 2), (3, 4)])
+def test_deep_models_write_the_same_in_single_precision(pre_norm: bool, documents: int, beams: int):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = deep_model(pre_norm=pre_norm, decoder_positions=True)
+    tokens = torch.randint(3, 32000, (documents, 512), device="cuda")
+    mask = torch.arange(512, device="cuda") < torch.randint(200, 513, (documents, 1), device="cuda")
+    options = {"num_beams": beams, "min_new_tokens": 100, "max_new_tokens": 100}
+    plain, one = (written(model, (tokens, mask), stays, **options) for stays in (False, True))
+    assert (plain == one).float().mean() > 0.99  # sums in another order may decide a tie
+
+
+@pytest.mark.gpu
+def test_launches_leave_nothing_behind():
+    model = deep_model().to(torch.bfloat16)
+    tokens = torch.randint(3, 32000, (8, 512), device="cuda")
+    mask = torch.ones_like(tokens)
+    options = {"min_new_tokens": 100, "max_new_tokens": 100}
+    first = written(model, (tokens, mask), True, **options)
+    for _ in range(3):
+        assert torch.equal(engine.generate(model, tokens, mask, GenerationConfig(**options)), first)
+    launcher = next(iter(loop._KEPT[model].values())).decoder.launcher
+    assert not launcher.ints[:64].any()
