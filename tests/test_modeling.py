@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -797,6 +799,60 @@ def test_a_gpu_agrees_with_a_cpu(kind: str):
     for name, parameter in model.named_parameters():
         if name in gradients:
             torch.testing.assert_close(parameter.grad.cpu(), gradients[name], atol=1e-4, rtol=1e-2, msg=name)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In compiled graphs
+# --------------------------------------------------------------------------------------------------------------------
+
+
+STILL = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+
+
+def loss_and_gradients(call: Any, model: Any, *batch: Tensor) -> list[Tensor]:
+    ids, mask, labels = batch
+    torch.manual_seed(5)  # of hashes and of random scores
+    loss = call(input_ids=ids, attention_mask=mask, labels=labels).loss
+    return [loss, *torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_that_only_the_device_knows_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """What a graph computes, outside of one: blocks of padding alone take part, and leave no trace."""
+    model = model_of(kind, **STILL).train()
+    ids, mask, _ = batch_of([53, 17, 2], left=True)
+    labels = tokens(3, 7)
+    want = loss_and_gradients(model, model, ids, mask, labels)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    got = loss_and_gradients(model, model, ids, mask, labels)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_one_graph_serves_all_lengths():
+    """Of whole blocks, and of as many rounds; forward and backward, in a process that has compiled nothing else."""
+    code = """
+import torch
+from pyramidion import PyramidionConfig, PyramidionForConditionalGeneration
+from torch._dynamo.testing import CompileCounterWithBackend
+torch.manual_seed(0)
+still = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+shape = {"encoder_lengths": [64, 16], "block_size": 8, "decoder_layers": 1}
+model = PyramidionForConditionalGeneration(PyramidionConfig(**sizes, **shape, **still)).train()
+count = CompileCounterWithBackend("aot_eager")
+compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
+for n, lengths, t in ((56, (55, 33, 4), 7), (40, (40, 35, 39), 5), (48, (48, 48, 47), 9)):
+    ids, mask = torch.randint(3, 61, (3, n)), torch.arange(n) < torch.tensor(lengths)[:, None]
+    before, labels, results = count.frame_count, torch.randint(3, 61, (3, t)), []
+    for call in (compiled, model):
+        loss = call(input_ids=ids, attention_mask=mask, labels=labels).loss
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert not before or count.frame_count == before, f"compiled again for {n} tokens"
+assert count.frame_count
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.gpu

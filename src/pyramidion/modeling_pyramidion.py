@@ -41,6 +41,7 @@ from pyramidion.attention import (
     FullAttention,
     Layout,
     LSHAttention,
+    PaddedLayout,
     SelfAttention,
 )
 from pyramidion.attention.heads import eager, received
@@ -361,21 +362,20 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         Padding may stand on either side, or anywhere: only real tokens are looked at, counted and computed.
         """
         source = _one_of(input_ids, inputs_embeds)
-        tokens, lengths = _real_first(source, attention_mask)  # [b n ...]
+        tokens, layout = self._enter(source, attention_mask)  # [b n ...]
         trace = _Trace([] if output_hidden_states else None, [] if output_attentions else None, [])
-        memory, layout = self.encode(tokens, lengths, trace)  # [b k d]
-        chosen = self._account(source, attention_mask, lengths, trace.selections) if output_selections else {}
+        chosen = partial(self._account, source, attention_mask, layout.n, trace.selections)
+        memory, layout = self.encode(tokens, layout, trace)  # [b k d]
         return PyramidionEncoderOutput(
             last_hidden_state=memory,
             hidden_states=None if trace.states is None else tuple(trace.states),
             attentions=None if trace.attentions is None else tuple(trace.attentions),
             memory_mask=None if layout.equal else layout.document_mask,
-            **chosen,
+            **(chosen() if output_selections else {}),
         )
 
-    def encode(self, tokens: Tensor, lengths: list[int], trace: _Trace) -> tuple[Tensor, Layout]:
+    def encode(self, tokens: Tensor, layout: Layout, trace: _Trace) -> tuple[Tensor, Layout]:
         """Attend, score, select, pool, and go on with less: tokens [b n ...] -> memory [b k d] and who is in it."""
-        layout = self._layout(lengths, tokens.device)
         x = self._embed(layout.pack(tokens), layout)  # [B m d]
         trace.record(layout, x)
         whole = None  # what the first pooling starts from
@@ -397,8 +397,12 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         found: Any = self.poolers[str(layer)] if str(layer) in self.poolers else None  # noqa: SIM401, it has no get
         return found
 
-    def _layout(self, lengths: Sequence[int], device: torch.device) -> Layout:
-        return Layout(lengths, self.config.packing, device)
+    def _enter(self, source: Tensor, mask: Tensor | None) -> tuple[Tensor, Layout]:
+        """Bring the real tokens of each document to the front, and lay them out in blocks."""
+        if torch.compiler.is_compiling():
+            return _sorted(source, mask, self.config.packing)
+        front, lengths = _real_first(source, mask)
+        return front, Layout(lengths, self.config.packing, source.device)
 
     def _embed(self, tokens: Tensor, layout: Layout) -> Tensor:
         x = tokens if tokens.is_floating_point() else self.embed_tokens(tokens)  # [B m d]
@@ -411,7 +415,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
     ) -> tuple[Tensor, Layout, Selection]:
         mask = None if layout.equal else layout.document_mask
         pooled = pooler(layout.unpack(x), mask, self._received(weights, layout) if pooler.wants_attention else None)
-        shorter = self._layout([min(length, pooled.x.shape[1]) for length in layout.lengths], x.device)
+        shorter = layout.shorten(pooled.x.shape[1])
         return shorter.pack(pooled.x[:, : shorter.n]), shorter, pooled.selection
 
     def _received(self, weights: Tensor | None, layout: Layout) -> Tensor:
@@ -422,11 +426,11 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         return layout.unpack(received(weights, layout.mask))
 
     def _account(
-        self, source: Tensor, mask: Tensor | None, lengths: list[int], selections: list[Selection]
+        self, source: Tensor, mask: Tensor | None, longest: int, selections: list[Selection]
     ) -> dict[str, Any]:
         """Say where the source tokens went: the selections from them on, and the composition of all."""
         real = None if mask is None else mask.to(source.device) != 0
-        arrival = hard_topk(torch.zeros(source.shape[:2], device=source.device), max(lengths), mask=real)
+        arrival = hard_topk(torch.zeros(source.shape[:2], device=source.device), longest, mask=real)
         chosen = [arrival.then(selections[0]), *selections[1:]] if selections else []
         return {
             "selections": tuple(chosen),
@@ -472,21 +476,51 @@ def _real_first(source: Tensor, mask: Tensor | None) -> tuple[Tensor, list[int]]
     b, n = source.shape[:2]
     if mask is None:
         return source, [n] * b
-    if mask.shape != (b, n):
-        raise ValueError(f"`attention_mask` must be [b n] = {[b, n]}, got shape {list(mask.shape)}.")
-    real = mask.to(source.device) != 0
+    real = _real(source, mask)
     count = real.sum(1, keepdim=True)  # [b 1]
     front = torch.arange(n, device=source.device) < count  # [b n]
     *lengths, in_place = torch.cat([count.flatten(), (real == front).all().view(1)]).tolist()
     if min(lengths) < 1:
         row = lengths.index(0)
         raise ValueError(f"`attention_mask` must mark at least one token of every document, got none in row {row}.")
-    wide = (b, n, *[1] * (source.ndim - 2))
     if not in_place:
-        order = real.int().argsort(dim=1, descending=True, stable=True)  # [b n]
-        source = torch.take_along_dim(source, order.view(wide), dim=1)
-    source = source.masked_fill(~front.view(wide), 0)  # whatever padding held: an unknown token, a NaN
+        source = _take(source, _order(real))
+    source = source.masked_fill(~_wide(front, source), 0)  # whatever padding held: an unknown token, a NaN
     return source[:, : max(lengths)], lengths
+
+
+def _sorted(source: Tensor, mask: Tensor | None, m: int) -> tuple[Tensor, Layout]:
+    """Do the same in a graph, where nothing can be asked: the real tokens are counted on the device.
+
+    A document without any is not refused there.
+    """
+    b, n = source.shape[:2]
+    if mask is None:
+        layout = PaddedLayout(torch.full((b,), n, device=source.device), n, m, equal=True)
+        return source.index_select(1, torch.arange(layout.n, device=source.device)), layout
+    real = _real(source, mask)
+    layout = PaddedLayout(real.sum(1), n, m, equal=False)
+    order = _order(real).index_select(1, torch.arange(layout.n, device=source.device))  # as long as whole blocks
+    return _take(source, order).masked_fill(~_wide(layout.document_mask, source), 0), layout
+
+
+def _real(source: Tensor, mask: Tensor) -> Tensor:
+    if mask.shape != source.shape[:2]:
+        raise ValueError(f"`attention_mask` must be [b n] = {[*source.shape[:2]]}, got shape {list(mask.shape)}.")
+    return mask.to(source.device) != 0
+
+
+def _order(real: Tensor) -> Tensor:
+    return real.int().argsort(dim=1, descending=True, stable=True)  # [b n]
+
+
+def _take(source: Tensor, order: Tensor) -> Tensor:
+    index = _wide(order, source)
+    return source.gather(1, index.expand(-1, -1, *source.shape[2:]))
+
+
+def _wide(x: Tensor, source: Tensor) -> Tensor:
+    return x.view(*x.shape, *[1] * (source.ndim - 2))
 
 
 # --------------------------------------------------------------------------------------------------------------------

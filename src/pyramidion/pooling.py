@@ -69,7 +69,8 @@ class Pooler(nn.Module):
         """Pool x [b n d] into [b k d]; `received` [b n] is the attention that a PoWER scorer goes by."""
         _check(x, mask)
         scores = self.scorer(x, mask, received)  # [b n]
-        selection = self._choose(scores, min(self.k, x.shape[1]), mask)
+        k = self.k if self.k < x.shape[1] else x.shape[1]  # asked, not computed: a graph then knows that number
+        selection = self._choose(scores, k, mask)
         return Pooled(selection.pool(x), selection.mask, selection)  # [b k d]
 
     def _choose(self, scores: Tensor, k: int, mask: Tensor | None) -> Selection:

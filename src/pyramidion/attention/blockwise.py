@@ -16,5 +16,5 @@ class BlockwiseAttention(SelfAttention):
         self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [B h m e]
-        mask = None if layout.full else layout.mask[:, None, None]  # [B 1 1 m]
+        mask = None if layout.full else layout.keys[:, None, None]  # [B 1 1 m]
         return attend(query, key, value, mask, dropout=self.rate)  # [B m h e]

@@ -26,10 +26,10 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tens
     document's sum of exponentials. So only real blocks are computed, and no sum is in less than float32.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    key = key.to(wide).masked_fill(~layout.mask[..., None, None], -torch.inf)  # [B m h e]
+    key = key.to(wide).masked_fill(~layout.keys[..., None, None], -torch.inf)  # [B m h e]
     context = torch.einsum("bmhe,bmhf->bhef", key.softmax(1).to(value.dtype), value)  # of each block
 
-    blocks = Layout([-(-length // layout.m) for length in layout.lengths], 1, layout.device)  # blocks as tokens
+    blocks = layout.of_blocks()
     total = blocks.unpack(key.logsumexp(1).unsqueeze(1))  # [b blocks h e]
     share = total.masked_fill(~blocks.document_mask[..., None, None], -torch.inf).softmax(1)  # [b blocks h e]
     context = (share.unsqueeze(-1) * blocks.unpack(context.unsqueeze(1))).sum(1).to(value.dtype)  # [b h e f]

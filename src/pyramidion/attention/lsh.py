@@ -1,7 +1,6 @@
 """LSH attention: every token attends to the tokens that are hashed into its bucket (Kitaev et al. 2020)."""
 
 from functools import lru_cache
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -150,9 +149,7 @@ class Chunks:
 
         rows = (document[:, None, None, None] * n + order) * h + head[:, None]  # [b n h r]
         self.sources = chunks.pack(rows).movedim(1, -1)  # [C h r c]
-        counts = [-(-length // c) for length in layout.lengths]
-        first = torch.tensor([0, *accumulate(counts[:-1])]).to(layout.device, non_blocking=True)  # [b]
-        chunk = first[:, None, None, None] + rank // c
+        chunk = chunks.starts[:, None, None, None] + rank // c
         self.places = layout.pack(((chunk * h + head[:, None]) * r + turn) * c + rank % c)  # [B m h r]
         self.codes = (2 * buckets + rank // c).int()  # [b n h r]
 
