@@ -69,6 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed": {"pooling": [None, "mean", None, "soft"], "scorer": [None, None, None, "nonlinear"]},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+STILL = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 
 def config_of(kind: str = "soft", **changes: Any) -> PyramidionConfig:
@@ -801,12 +802,51 @@ def test_a_gpu_agrees_with_a_cpu(kind: str):
             torch.testing.assert_close(parameter.grad.cpu(), gradients[name], atol=1e-4, rtol=1e-2, msg=name)
 
 
+@pytest.mark.parametrize("kind", ["soft", "pre-norm", "power", "full-soft"])
+def test_blocks_may_be_computed_some_after_the_others(kind: str, monkeypatch: pytest.MonkeyPatch):
+    model = model_of(kind, **STILL).train()
+    ids, mask, _ = batch_of([53, 50, 2])
+    labels, seen = tokens(3, 7), []
+    first = model.model.encoder.layers[0].attention
+    first.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    want = loss_and_gradients(model, model, ids, mask, labels)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    monkeypatch.setattr("pyramidion.modeling_pyramidion.PIECE", 33)  # three blocks of 11
+    got = loss_and_gradients(model, model, ids, mask, labels)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    whole, *pieces = seen
+    assert pieces[: len(pieces) // 2] == ([whole] if kind == "full-soft" else [3, 3, 3, 2])
+    with torch.no_grad():
+        model.eval()
+        torch.testing.assert_close(model(input_ids=ids, attention_mask=mask, labels=labels).loss, want[0])
+
+
+def test_dropout_is_the_same_when_pieces_are_computed_again(monkeypatch: pytest.MonkeyPatch):
+    """The gradient of a loss is that of a finite difference only if backward drops what forward dropped."""
+    monkeypatch.setattr("pyramidion.modeling_pyramidion.PIECE", 33)
+    model = model_of("soft", dropout=0.3).double().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, mask, _ = batch_of([53, 50, 2])
+    labels, weight, small = tokens(3, 7), model.model.encoder.layers[0].feed_forward.widen.bias, 1e-5
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        return model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    place = int(gradient.abs().argmax())
+    with torch.no_grad():
+        weight[place] += small
+    above = loss().item()
+    with torch.no_grad():
+        weight[place] -= 2 * small
+    assert (above - loss().item()) / (2 * small) == pytest.approx(gradient[place].item(), rel=1e-4)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # In compiled graphs
 # --------------------------------------------------------------------------------------------------------------------
-
-
-STILL = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 
 def loss_and_gradients(call: Any, model: Any, *batch: Tensor) -> list[Tensor]:

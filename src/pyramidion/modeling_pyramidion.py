@@ -226,6 +226,8 @@ def attend(
 # Encoder
 # --------------------------------------------------------------------------------------------------------------------
 
+PIECE = 1 << 16  # tokens that a layer computes at once where it keeps nothing of them
+
 
 def make_attention(config: PyramidionConfig, layer: int) -> SelfAttention:
     """Build the self-attention that the configuration names; every layer hashes in its own way."""
@@ -380,7 +382,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         trace.record(layout, x)
         whole = None  # what the first pooling starts from
         for number, layer in enumerate(self.layers):
-            x, weights = layer(x, layout)
+            x, weights = self._layer(layer, x, layout, whole=trace.attentions is not None)
             if (pooler := self.pooler_of(number)) is not None:
                 whole = (layout.unpack(x), layout) if whole is None else whole
                 x, layout, selection = self._pool(pooler, x, layout, weights)  # [B m d], fewer blocks
@@ -391,6 +393,20 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             x, layout = whole
             memory = _compose(trace.selections).unpool(memory) + x  # [b n d]
         return (memory if self.norm is None else self.norm(memory)), layout
+
+    def _layer(self, layer: Any, x: Tensor, layout: Layout, *, whole: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute a layer over blocks x [B m d]: at once, or some after the others where nothing of it is kept.
+
+        Blocks do not see each other. So where activations are recomputed in backward, or no gradient is asked for, a
+        layer needs room for few of them at a time, and the longest document is decided by what stands between layers.
+        """
+        kept = torch.is_grad_enabled() and not (layer.gradient_checkpointing and self.training)
+        apart = self.config.attention == "blockwise" and not (kept or whole or layer.counted)
+        count = max(1, PIECE // layout.m)
+        if not apart or torch.compiler.is_compiling() or layout.blocks <= count:
+            return layer(x, layout)
+        pieces = enumerate(x.split(count))
+        return torch.cat([layer(piece, layout.part(turn * count, count))[0] for turn, piece in pieces]), None
 
     def pooler_of(self, layer: int) -> Pooler | StridedPooler | None:
         """Give the pooler behind a layer. Only layers that pool have one: an unused scorer breaks training on many."""

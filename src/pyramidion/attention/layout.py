@@ -1,6 +1,7 @@
 """Documents as blocks: the batch that encoder layers compute, without blocks that hold only padding."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -78,6 +79,10 @@ class Layout:
             self._others[m] = Layout(self.lengths, m, self.device)
         return self._others[m]
 
+    def part(self, first: int, count: int) -> "Part":
+        """Look at some blocks alone: all that attention within blocks needs."""
+        return Part(self.full, None if self.full else self.keys[first : first + count])
+
     def shorten(self, k: int) -> "Layout":
         """Lay the same documents out when each has at most k tokens left."""
         return Layout([min(length, k) for length in self.lengths], self.size, self.device)
@@ -152,6 +157,14 @@ class Layout:
         if self.b == 1:
             return cut
         return cut.index_select(0, self.rows % self.per_document)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some blocks of a layout: whether they hold no padding, and else who can be attended to [B m]."""
+
+    full: bool
+    keys: Tensor | None
 
 
 class PaddedLayout(Layout):
