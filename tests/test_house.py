@@ -43,6 +43,7 @@ ROOMS = (
     "scoring",
     "pooling",
     "attention",
+    "compact",
     "modeling",
     "generation",
     "data",
@@ -167,6 +168,7 @@ def test_a_module_without_a_room_is_refused():
 
 PUBLIC_NAMES = [
     "EmbeddingScorer",
+    "Explanation",
     "IndexScorer",
     "LinearScorer",
     "NonlinearScorer",

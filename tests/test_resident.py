@@ -93,7 +93,9 @@ def test_wide_layers_are_summed_in_parts(sizes: dict[str, int]):
 def test_half_precision_is_as_near_as_single_operations(dtype: torch.dtype):
     """Triton's interpreter does not multiply in bfloat16."""
     plain, one = make_decoders(make_model("pre_norm").to(dtype))
-    reference = Decoder(make_model("pre_norm").to(DEVICE), make_search(), K, masked=True)
+    exact = make_model("pre_norm").to(DEVICE)
+    reference = Decoder(exact, make_search(), K, masked=True)
+    reference.read(exact, torch.zeros(2, K, exact.config.hidden_size, device=DEVICE), None)
     reference.memory.copy_(plain.memory)
     reference.mask.copy_(plain.mask)  # type: ignore[union-attr]
     truth = reference.logits(8)

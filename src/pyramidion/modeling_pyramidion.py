@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from pyramidion import compact
 from pyramidion.attention import (
     BlockwiseAttention,
     EfficientAttention,
@@ -285,6 +286,14 @@ class PyramidionPreTrainedModel(PreTrainedModel):
     def __init__(self, config: PyramidionConfig, *args: Any, **kwargs: Any) -> None:
         config.check()
         super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does; weights that `pyramidion compact` wrote are expanded on the way."""
+        file = compact.find(pretrained_model_name_or_path, kwargs)
+        if file is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        return compact.load(file, cls, super().from_pretrained, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Start as Vaswani et al. did: vectors of length about 1 in the table, Glorot's bounds elsewhere."""

@@ -7,7 +7,7 @@ values are never moved either. A beam that goes on from another one only notes w
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pyramidion.compact import ByteMatrix
 from pyramidion.generation.search import Search
 from pyramidion.kernels.functions import stream
 from pyramidion.modeling_pyramidion import (
@@ -28,6 +29,7 @@ from pyramidion.modeling_pyramidion import (
 
 PRODUCTS = ("attention", "attention_out", "cross", "cross_out", "widen", "narrow")  # of a layer, in order of use
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for each length
+BY_COLUMNS = range(4, 16)  # rows: for these a CPU multiplies slowly by weights whose rows lie together
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,13 @@ class Block:
             activation=dense.activation,
         )
 
+    def by_columns(self) -> "Block":
+        """Copy the weights so that their columns lie together."""
+        turned: dict[str, Any] = {}
+        for name, dense in zip(PRODUCTS, self.products(), strict=True):
+            turned[name] = replace(dense, weight=by_columns(dense.weight))
+        return replace(self, **turned)
+
     def transform(self, x: Tensor) -> tuple[Tensor, None]:
         """Transform each row of x [r d] by itself."""
         return self.narrow(self.activation(self.widen(x))), None
@@ -95,6 +104,23 @@ class Block:
             yield from (dense.weight, dense.bias)
 
 
+def turns(weight: Tensor, rows: int) -> bool:
+    """Tell whether so many rows are multiplied faster by a weight whose columns lie together."""
+    return weight.is_cpu and weight.dtype == torch.float32 and rows in BY_COLUMNS
+
+
+def by_columns(weight: Tensor) -> Tensor:
+    """Give the same matrix [out in], with its columns together in memory."""
+    return weight.t().contiguous().t()
+
+
+def projection(table: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
+    """Choose how x [r d] is multiplied by the vocabulary's table [v d], which is most of what a step reads."""
+    if (packed := ByteMatrix.of(table)) is not None:
+        return packed
+    return partial(F.linear, weight=by_columns(table) if turns(table, rows) else table)
+
+
 def compute_dtype(model: PyramidionForConditionalGeneration) -> torch.dtype:
     """Name the precision of products: that of autocast where it is on, else that of the weights."""
     kind, dtype = model.device.type, model.lm_head.weight.dtype
@@ -107,6 +133,8 @@ class Decoder:
     cache   [L 2 b h t beams e]  keys and values of the texts, by position and the beam that wrote them
     memory  [L 2 b h k e]        keys and values of the documents
     mask    [b 1 1 k]            True for a real representation; None where all are
+    blocks, head                 the model's weights, fused
+    layers, project              the same, laid out for the rows that are multiplied by them
     """
 
     def __init__(
@@ -144,6 +172,7 @@ class Decoder:
         self, model: PyramidionForConditionalGeneration, memory: Tensor, mask: Tensor | None, beams: int = 1
     ) -> None:
         """Project the memory [b k d] into keys and values, once; `beams` says how often it holds each document."""
+        self._lay_out(self.search.documents * self.search.rules.beams)
         memory = memory[::beams]
         b, k = memory.shape[:2]
         layers: Any = model.model.decoder.layers
@@ -156,6 +185,11 @@ class Decoder:
             self.mask.fill_(False)
             self.mask[b:] = True  # nothing is read there, but nothing must be undefined either
             self.mask[:b, 0, 0, :k] = True if mask is None else mask[::beams] != 0
+
+    def _lay_out(self, rows: int) -> None:
+        """Bring the weights into the form in which so many rows are multiplied fastest: they change no more."""
+        self.layers = [block.by_columns() for block in self.blocks] if turns(self.head, rows) else self.blocks
+        self.project = projection(self.head, rows)
 
     @property
     def strides(self) -> bool:
@@ -178,7 +212,7 @@ class Decoder:
             x = x + self.table.index_select(0, self.search.position)
         x = x if self.pre else stream(x)
         visible = self.search.visible(length)  # [b 1 beams length*beams]
-        for block, cache, memory in zip(self.blocks, self.cache, self.memory, strict=True):
+        for block, cache, memory in zip(self.layers, self.cache, self.memory, strict=True):
             own, cross, dense = block.residuals
             x, _ = through(
                 x,
@@ -187,7 +221,7 @@ class Decoder:
                 (dense, block.transform),
                 pre_norm=self.pre,
             )
-        return F.linear(x if self.norm is None else self.norm(x), self.head)
+        return self.project(x if self.norm is None else self.norm(x))
 
     def _look_back(self, x: Tensor, block: Block, cache: Tensor, visible: Tensor) -> tuple[Tensor, None]:
         """Attend from x [r d] to all that the document's beams have written, as far as it is one's own past."""

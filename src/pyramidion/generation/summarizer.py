@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
 
 WINDOW = 8  # batches that are sorted by length together
 MANY_UNKNOWN = 0.1
+BUNDLED = "default"  # the name of the model that comes with the package
 Text = str | bytes | Sequence[int] | Unusable  # text, its encoding, its tokens without special ones, or none
 
 
@@ -79,11 +81,14 @@ class Summarizer:
     def from_pretrained(cls, path: str | Path, device: str = "auto", dtype: torch.dtype | str | None = None) -> Self:
         """Load a folder with a model and its tokenizer; nothing is fetched.
 
-        device  cpu, cuda, or auto: a GPU where there is one
+        path    of the folder; `default`: the model that comes with the package, unless a folder here is called so
+        device  cpu, cuda, or auto: a GPU where there is one. A CPU computes in no more threads than it may use
         dtype   of the weights; None: as they were saved
         """
         folder = model_folder(path)
         chosen = choose_device(device)
+        if chosen.type == "cpu":
+            limit_threads()
         kept: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         try:
             with _no_bars():
@@ -247,8 +252,14 @@ def batches(lengths: dict[int, int], batch_size: int) -> list[list[int]]:
 
 
 def model_folder(path: str | Path) -> Path:
-    """Check that a folder holds a model of the family, before anything heavy is done with it."""
+    """Check that a folder holds a model of the family, before anything heavy is done with it.
+
+    `default` is the model that comes with the package. As with every name, a model's folder that is called so comes
+    first.
+    """
     folder = Path(path)
+    if folder == Path(BUNDLED) and not (folder / "config.json").is_file():
+        folder = bundled_folder()
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
@@ -258,6 +269,38 @@ def model_folder(path: str | Path) -> Path:
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"`path` must hold the model's tokenizer.json too, got {str(path)!r}.")
     return folder
+
+
+def bundled_folder() -> Path:
+    """Find the model that comes with the package."""
+    folder = Path(str(files("pyramidion") / "assets" / BUNDLED))
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"`path` must be a model's folder: this build of pyramidion has no bundled model {BUNDLED!r}.")
+    return folder
+
+
+def limit_threads() -> None:
+    """Let torch compute in no more threads than a container may use processors: it counts those of the machine.
+
+    Threads above that stop each other in the middle of every product. A lower number, by whomever, stays.
+    """
+    allowed = allowed_processors()
+    if allowed is not None and torch.get_num_threads() > allowed:
+        torch.set_num_threads(allowed)
+
+
+def allowed_processors(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Read how many processors the control groups of Linux grant a container; None where they grant all."""
+    for quota, period in (("cpu.max", None), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            granted = (groups / quota).read_text().split()
+            granted += [] if period is None else (groups / period).read_text().split()
+            share = int(granted[0]) / int(granted[1])
+        except (OSError, ValueError, IndexError, ZeroDivisionError):  # absent, or `max`
+            continue
+        if share > 0:
+            return max(1, int(share))
+    return None
 
 
 __all__ = ["Summarizer", "Summary", "Text", "batches", "model_folder"]
