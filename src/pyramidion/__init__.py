@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyramidion.configuration_pyramidion import PyramidionConfig
+    from pyramidion.explain import Explanation
     from pyramidion.generation import Summarizer
     from pyramidion.modeling_pyramidion import (
         PyramidionEncoderModel,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EmbeddingScorer",
+    "Explanation",
     "IndexScorer",
     "LinearScorer",
     "NonlinearScorer",
@@ -50,6 +52,9 @@ __all__ = [
 ]
 
 
+ROOMS = {"preset": "presets", "Summarizer": "generation", "Explanation": "explain"}
+
+
 def _room(name: str) -> str:
     if name.endswith("_topk") or name == "Selection":
         return "topk"
@@ -57,8 +62,8 @@ def _room(name: str) -> str:
         return "scoring"
     if name.endswith("Pooler"):
         return "pooling"
-    if name in ("preset", "Summarizer"):
-        return {"preset": "presets", "Summarizer": "generation"}[name]
+    if name in ROOMS:
+        return ROOMS[name]
     return "configuration_pyramidion" if name == "PyramidionConfig" else "modeling_pyramidion"
 
 
