@@ -1398,6 +1398,16 @@ def test_a_batch_by_hand():
     assert short["labels"].tolist() == [[9], [9]]
 
 
+def test_documents_may_be_filled_up_to_whole_blocks():
+    examples = [Example(ids(11, 12, 13), ids(21), "a"), Example(ids(14), ids(22), "b")]
+    batch = Collator(pad=0, eos=2, max_source=8, max_target=4, whole=3)(examples)
+    assert batch["input_ids"].tolist() == [[11, 12, 13, 2, 0, 0], [14, 2, 0, 0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[21, 2], [22, 2]]
+    with pytest.raises(ValueError, match="`whole` must be at least 1, got 0"):
+        Collator(whole=0)
+
+
 def test_an_exact_fit_is_not_cut():
     batch = Collator(max_source=4, max_target=3)([Example(ids(5, 6, 7), ids(8, 9), "a")])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 2]]

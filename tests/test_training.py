@@ -6,6 +6,8 @@ import errno
 import json
 import logging
 import os
+import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from typer.testing import CliRunner
 
 from pyramidion import PyramidionForConditionalGeneration, cli
 from pyramidion.bench import torture
-from pyramidion.data import Collator, LengthGroupedBatches, TokenStore
+from pyramidion.data import Collator, Exercises, LengthGroupedBatches, TokenStore
+from pyramidion.data.objectives import Corruption, make_objective
 from pyramidion.evaluation import rouge
 from pyramidion.evaluation.run import read_predictions
 from pyramidion.training import account as accounts
@@ -40,6 +43,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(**changes: Any) -> Recipe:
     return replace(torture.recipe(torture.Settings(steps=6), 1), **changes)
+
+
+def pretraining(objective: str = "spans", **changes: Any) -> Recipe:
+    """A few steps into the second epoch, without summaries."""
+    return small(objective=objective, metric="loss", generation=None, **{"max_steps": 12, "max_target": 32, **changes})
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -85,6 +93,24 @@ def test_a_recipe_is_read_strictly(tmp_path: Path):
         ("on_nan: hope", "`on_nan` must be one of stop, skip, got 'hope'"),
         ("learning_rate: -1", "`learning_rate` must be above 0, got -1.0"),
         ("preset: row-99", "got 'row-99'"),
+        (
+            "objective: span",
+            "`objective` must be one of summaries, spans, gap-sentences, got 'span'. Did you mean 'spans'",
+        ),
+        ("objective: [spans]", "`objective` must be of type str"),
+        (
+            "{objective: spans, metric: rouge2}",
+            "`metric` must be loss with the objective 'spans', got 'rouge2': ROUGE is",
+        ),
+        ("{objective: spans, span_density: -0.1}", "`span_density` must be above 0 and below 1, got -0.1"),
+        ("{objective: spans, span_length: 0.5}", "`span_length` must be at least 1, got 0.5"),
+        (
+            "{objective: gap-sentences, gap_choice: best}",
+            "`gap_choice` must be one of principal, lead, random, got 'best'",
+        ),
+        ("{objective: spans, generation: {num_beams: 2}}", "`generation` must be left out with the objective 'spans'"),
+        ("{objective: spans, gap_density: 0.5}", "`gap_density` must be left out with the objective 'spans'"),
+        ("span_density: 0.3", "`span_density` must be left out with the objective 'summaries', .* got 0.3"),
         ("- a list", "must be settings with values, got list"),
         ("a: [b", "must be YAML"),
     ],
@@ -94,6 +120,15 @@ def test_a_wrong_recipe_is_refused(text: str, message: str, tmp_path: Path):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_recipe(path, {})
+
+
+def test_pretraining_is_validated_by_its_loss():
+    for objective in ("spans", "gap-sentences"):
+        recipe = read_recipe(None, {"preset": "row-8", "objective": objective})
+        assert (recipe.objective, recipe.metric) == (objective, "loss")
+        assert read_recipe(None, recipe.to_dict()) == recipe
+    assert read_recipe(None, {"preset": "row-8"}).metric == "rouge1"
+    assert read_recipe(None, {"objective": "spans", "span_length": 5}).corruption() == Corruption(span_length=5)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +174,20 @@ def test_another_run_in_the_same_folder_is_refused(store: Path, tmp_path: Path, 
         train(small(learning_rate=0.1), store, tmp_path, tell=silent)
     with pytest.raises(ZeroDivisionError):
         train(small(log_every=1), store, tmp_path, tell=silent)  # what does not change the result may change
+
+
+def test_a_run_from_before_there_was_a_setting_goes_on(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(PyramidionTrainer, "train", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(small(), store, tmp_path, tell=silent)
+    told = json.loads((tmp_path / "run.json").read_text())
+    for name in ("objective", "span_length", "span_density", "gap_density", "gap_choice"):
+        del told["recipe"][name]
+    (tmp_path / "run.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"holds another run: `objective` was 'summaries' and is 'spans'"):
+        train(small(objective="spans", metric="loss", generation=None), store, tmp_path, tell=silent)
+    assert train(small(), store, tmp_path, tell=silent).state == "finished"
 
 
 def test_sharing_parameters_out_needs_gpus(store: Path, tmp_path: Path):
@@ -321,6 +370,164 @@ def test_a_part_of_an_epoch_may_pass_between_validations(store: Path, tmp_path: 
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Pretraining
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hold a corpus of made-up sentences, for whole ones to be missing."""
+    folder, dice = tmp_path_factory.mktemp("sentences"), random.Random(1)
+    words = ["".join(dice.choices("abcdefgh", k=dice.randint(2, 6))) for _ in range(99)]
+    for split, count in {"train": 40, "val": 6}.items():
+        texts = []
+        for _ in range(count):
+            lines = (
+                " ".join(dice.choices(words, k=dice.randint(2, 9))).capitalize() for _ in range(dice.randint(1, 30))
+            )
+            texts.append(json.dumps({"document": ". ".join(lines) + ".", "summary": dice.choice(words)}) + "\n")
+        (folder / f"{split}.jsonl").write_text("".join(texts))
+    done = CliRunner().invoke(
+        cli.main, ["prepare", str(folder), "--output", str(folder / "store"), "--vocab-size", "512"]
+    )
+    assert done.exit_code == 0, done.output
+    return folder / "store"
+
+
+@pytest.mark.parametrize("objective", ["spans", "gap-sentences"])
+def test_pretraining_resumed_in_another_epoch_ends_bit_identical(objective: str, sentences: Path, tmp_path: Path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(pretraining(objective), sentences, whole, tell=silent)
+    shutil.copytree(whole, broken)
+    (broken / "finished.json").unlink()
+    shutil.rmtree(broken / "checkpoints" / "checkpoint-12")
+    told: list[str] = []
+    assert train(pretraining(objective), sentences, broken, tell=told.append).state == "finished"
+    assert "Resuming from checkpoint-9." in told  # of 5 steps in an epoch
+    assert torture.digest(broken) == torture.digest(whole)
+    losses = [line["loss"] for line in metrics(whole) if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert "validation.jsonl" not in {path.name for path in whole.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["spans", "gap-sentences"])
+def test_pretraining_survives_kills(objective: str, sentences: Path, tmp_path: Path):
+    base = torture.Base.measure(pretraining(objective), sentences, tmp_path / "base", 1)
+    dice = random.Random(0)
+    for inside in (True, False):
+        killed = base.kill(tmp_path / "trial", dice, inside=inside)
+        assert killed["kills"] > 0
+        assert killed["equal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["spans", "gap-sentences"])
+def test_two_processes_pretrain_as_one_with_the_doubled_batch(objective: str, sentences: Path, tmp_path: Path):
+    still = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    found = []
+    for world, part in ((1, 8), (2, 4)):
+        recipe = pretraining(objective, model=still, device_batch=part, log_every=1, max_steps=7)
+        assert torture._join(torture.start(recipe, sentences, tmp_path / str(world), world)) == [0] * world
+        found.append([line["loss"] for line in metrics(tmp_path / str(world)) if "loss" in line])
+    assert len(found[0]) == 7
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-6)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_the_first_loss_is_that_of_documents_corrupted_for_the_first_epoch(store: Path, tmp_path: Path):
+    still = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    recipe = pretraining(model=still, log_every=1, max_steps=1, evaluate_every=99.0, seed=3, span_density=0.3)
+    set_seed(recipe.seed)
+    opened = TokenStore.open(store)
+    model = PyramidionForConditionalGeneration(recipe.config(opened.vocab_size)).eval()
+    train(recipe, store, tmp_path, tell=silent)
+    spans = make_objective("spans", opened.tokenizer(), recipe.corruption(), max_source=512, max_target=32)
+    exercises = Exercises(opened["train"], spans, recipe.seed)
+    summed = tokens = 0.0
+    for part in LengthGroupedBatches(opened["train"].document_lengths, recipe.device_batch, seed=recipe.seed)[:2]:
+        batch = Collator(max_source=512, max_target=32)([exercises[0, i] for i in part])
+        count = int((batch["labels"] >= 0).sum())
+        with torch.no_grad():
+            summed, tokens = summed + count * float(model(**batch).loss), tokens + count
+    assert metrics(tmp_path)[0]["loss"] == pytest.approx(summed / tokens, rel=1e-4)
+
+
+def test_validation_of_pretraining_is_the_loss_on_the_same_documents_each_time(store: Path, tmp_path: Path):
+    """A model that does not learn: every validation gives the same; the last one, what a loop by hand gives."""
+    recipe = pretraining(evaluate_first=True, learning_rate=1e-30, weight_decay=0.0, max_steps=9, evaluate_every=0.5)
+    train(recipe, store, tmp_path, tell=silent)
+    found = [line for line in metrics(tmp_path) if "eval_loss" in line]
+    assert [line["step"] for line in found] == [0, 4, 8, 9]
+    assert len({line["eval_loss"] for line in found}) == 1
+    assert not any("rouge" in name for line in found for name in line)
+    opened = TokenStore.open(store)
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    spans = make_objective("spans", opened.tokenizer(), Corruption(), max_source=512, max_target=32)
+    exercises = Exercises(opened["val"], spans, recipe.seed)
+    summed = tokens = 0.0
+    with torch.no_grad():
+        for i in range(2):
+            batch = Collator(max_source=512, max_target=32)([exercises[0, i]])
+            count = batch["labels"].numel()
+            summed, tokens = summed + count * float(model(**batch).loss), tokens + count
+    assert found[-1]["eval_loss"] == pytest.approx(summed / tokens, rel=1e-5)
+
+
+def test_the_best_of_pretraining_is_that_of_the_lowest_loss(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scores = iter([3.0, 1.0, 2.0, 2.5, 0.1])
+    monkeypatch.setattr(runs, "validation", lambda *_: lambda model: {"loss": next(scores)})
+    train(pretraining(patience=2, evaluate_every=1 / 8), store, tmp_path, tell=silent)  # after every step
+    done = json.loads((tmp_path / "finished.json").read_text())
+    assert (done["best"], done["best_step"], done["step"]) == (1.0, 2, 4)
+
+
+def test_spans_then_summaries_by_the_command(sentences: Path, tmp_path: Path):
+    """Pretrain, go on from there, and write: with the same tokenizer throughout."""
+    brief = ("--device", "cpu", "--set", "batch_size=8", "--set", "evaluate_limit=2", "--set", "max_target=32")
+    first = ("--preset", "tiny-pyramidion", "--data", sentences, "--max-steps", 3, *brief)
+    done = invoke("--objective", "spans", "--output", tmp_path / "spans", *first)
+    assert done.exit_code == 0, done.output
+    assert "spans that are missing from 511" in done.output
+    origin = tmp_path / "spans" / "model"
+    short = ("--set", "generation={num_beams: 1, min_new_tokens: 0, max_new_tokens: 3}")
+    going_on = ("--output", tmp_path / "run", *first, *short, "--set", "learning_rate=1e-30")
+    done = invoke(*going_on, "--set", f"init_from={origin}")
+    assert done.exit_code == 0, done.output
+    before, after = (AutoModelForSeq2SeqLM.from_pretrained(path) for path in (origin, tmp_path / "run" / "model"))
+    for (name, one), other in zip(before.named_parameters(), after.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    words = [(path / "tokenizer.json").read_bytes() for path in (origin, tmp_path / "run" / "model")]
+    assert words[0] == words[1]
+    assert any("eval_rouge1" in line for line in metrics(tmp_path / "run"))
+
+
+def test_a_model_with_other_words_is_refused(store: Path, sentences: Path, tmp_path: Path):
+    train(pretraining(max_steps=1, evaluate_every=9.0), sentences, tmp_path / "spans", tell=silent)
+    origin, run = tmp_path / "spans" / "model", tmp_path / "run"
+
+    def refused(folder: Path, data: Path, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            train(small(init_from=str(folder)), data, run, tell=silent)
+        assert not run.exists()  # a mistake leaves nothing that a better call would be refused for
+
+    refused(origin, store, r"`init_from` must have the tokenizer of the data, but .* `--tokenizer .*spans/model`")
+    refused(origin.parent, sentences, r"`init_from` must be a folder with a model, got .*Did you mean '.*/spans/model'")
+    refused(tmp_path / "nowhere", sentences, r"`init_from` must be a folder with a model, got '.*nowhere'\.$")
+    config = json.loads((origin / "config.json").read_text())
+    (origin / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    refused(origin, sentences, r"`init_from` must know the \d+ tokens of the data, got 100")
+
+
+def test_there_must_be_room_for_what_is_missing(store: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="`max_target` must be at least 2 to take something out, got 1"):
+        train(pretraining(max_target=1), store, tmp_path / "run", tell=silent)
+    assert not (tmp_path / "run").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # The account
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -386,9 +593,20 @@ def test_the_command_shows_its_recipe():
     assert "preset: row-8\n" in done.stdout
 
 
+def test_the_command_teaches_objectives():
+    done = invoke("--help")
+    for words in ("--objective", "summaries", "spans", "gap-sentences", "init_from"):
+        assert words in done.stdout
+    done = invoke("--data", "x", "--output", "y", "--objective", "gap-sentences", "--set", "gap_density=0.2", "--show")
+    for line in ("objective: gap-sentences", "metric: loss", "gap_density: 0.2", "preset: small-pyramidion"):
+        assert f"{line}\n" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--objective", "gaps"], "`objective` must be one of summaries, spans, gap-sentences, got 'gaps'."),
+        (["--objective", "spans", "--set", "metric=rouge1"], "`metric` must be loss with the objective 'spans'"),
         (["--set", "batchsize=3"], "Did you mean `batch_size`?"),
         (["--set", "batch_size"], "`--set` must be name=value, got 'batch_size'."),
         (["--preset", "row-99"], "got 'row-99'"),
@@ -407,3 +625,33 @@ def test_the_command_refuses_in_one_line(arguments: list[str], message: str, tmp
     assert done.stderr.startswith("pyramidion: ")
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Compiled
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_run_has_whole_blocks_and_one_graph(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a run asks of torch; the graph itself is tested with the model."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: asked.append(options))
+    seen: list[int] = []
+
+    def look(module: Any, arguments: Any, options: dict[str, Any]) -> None:
+        if module.training:
+            seen.append(options["input_ids"].shape[1])
+
+    original = PyramidionForConditionalGeneration.__init__
+
+    def watched(self: Any, config: Any) -> None:
+        original(self, config)
+        self.register_forward_pre_hook(look, with_kwargs=True)
+
+    monkeypatch.setattr(PyramidionForConditionalGeneration, "__init__", watched)
+    train(small(compile=True, max_steps=2, evaluate_every=99.0), store, tmp_path, tell=silent)
+    assert asked == [{"dynamic": True, "fullgraph": True}]
+    block = small().config(100).packing
+    assert block > 1
+    assert seen
+    assert not any(length % block for length in seen)

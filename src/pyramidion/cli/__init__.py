@@ -10,7 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from pyramidion.cli.bench import bench
+from pyramidion.cli.compact import compact
+from pyramidion.cli.explain import explain
 from pyramidion.cli.screen import read, refuse, screen, watch
+from pyramidion.cli.serve import serve
 
 main = typer.Typer(
     name="pyramidion",
@@ -240,6 +243,7 @@ def train(
     data: Annotated[Path, typer.Option(help="The token store that `pyramidion prepare` wrote.")],
     output: Annotated[Path, typer.Option(help="Folder of this run; the same command goes on where it was killed.")],
     preset: Annotated[str | None, typer.Option(help="The model, by name. [small-pyramidion]")] = None,
+    objective: Annotated[str | None, typer.Option(help="summaries, spans or gap-sentences. [summaries]")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A YAML file with settings of the recipe.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the documents.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Steps of the optimizer; they win over epochs.")] = None,
@@ -247,17 +251,24 @@ def train(
     settings: Annotated[list[str] | None, typer.Option("--set", help="Any setting: name=value, repeatedly.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and do nothing.")] = False,
 ) -> None:
-    """Train a model to write summaries, from a token store into a folder.
+    """Train a model to write summaries, or first on the documents alone, from a token store into a folder.
+
+    The objective is what it learns to write: summaries; or what was taken out of the documents, to be pretrained: short
+    spans, or the sentences that say most (gap-sentences). From there a run on summaries goes on by init_from.
 
     The recipe of a preset is the paper's; a YAML file and --set change single settings. Killed at any moment, the run
     goes on from its newest whole checkpoint and ends as if nothing had happened. SIGTERM writes a checkpoint first.
     Several processes: torchrun --nproc-per-node 2 -m pyramidion.cli train ...
 
-    Example: pyramidion train --preset small-pyramidion --data store --output runs/one --set batch_size=32
+    \b
+    Examples:
+      pyramidion train --preset small-pyramidion --data store --output runs/one --set batch_size=32
+      pyramidion train --objective spans --data store --output runs/spans --epochs 5
+      pyramidion train --data store --output runs/two --set init_from=runs/spans/model
     """
     from pyramidion.training.recipe import read_recipe
 
-    given = {"preset": preset, "epochs": epochs, "max_steps": max_steps, "device": device}
+    given = {"preset": preset, "objective": objective, "epochs": epochs, "max_steps": max_steps, "device": device}
     if preset is None and recipe is None:
         given["preset"] = "small-pyramidion"
     named = {key: value for key, value in given.items() if value is not None}
@@ -454,3 +465,8 @@ def summarize(
         refuse(str(error))
     if failed:
         raise typer.Exit(failed)
+
+
+main.command()(compact)
+main.command()(explain)
+main.command()(serve)

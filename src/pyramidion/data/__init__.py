@@ -9,11 +9,12 @@
 
 `streams` reads bytes, `formats` and `sources` find records in them, `records` tells good ones from bad, `tokenizer`
 turns texts into ids, `writer` writes and `store` reads; `preparation` is the way through all of them, `report` its
-account.
+account. `objectives` makes of documents alone what a model is pretrained on.
 """
 
 from pyramidion.data.batches import LengthGroupedBatches
 from pyramidion.data.collator import Collator
+from pyramidion.data.objectives import Exercises
 from pyramidion.data.store import Example, Split, TokenStore
 
-__all__ = ["Collator", "Example", "LengthGroupedBatches", "Split", "TokenStore"]
+__all__ = ["Collator", "Example", "Exercises", "LengthGroupedBatches", "Split", "TokenStore"]

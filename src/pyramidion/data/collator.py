@@ -20,16 +20,18 @@ IGNORED = -100  # what a loss leaves out
 class Collator:
     """Cut, end and pad: a document of n tokens enters as its first `max_source` - 1 and an end, a summary likewise.
 
-    Each tensor is as long as its longest row. `attention_mask` is 1 for a real token; labels are padded with -100.
+    Each tensor is as long as its longest row, that of documents filled up to a multiple of `whole` tokens.
+    `attention_mask` is 1 for a real token; labels are padded with -100.
     """
 
     pad: int = 0
     eos: int = 2
     max_source: int = 8192
     max_target: int = 512
+    whole: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_source", "max_target"):
+        for name in ("max_source", "max_target", "whole"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
@@ -39,15 +41,18 @@ class Collator:
 
         if not examples:
             raise ValueError("`examples` must hold at least one, got none.")
-        source, real = self._rows([example.document for example in examples], self.max_source, self.pad)
+        source, real = self._rows([example.document for example in examples], self.max_source, self.pad, self.whole)
         labels, _ = self._rows([example.summary for example in examples], self.max_target, IGNORED)
         tensors = {"input_ids": source, "attention_mask": real, "labels": labels}
         return {name: torch.from_numpy(array) for name, array in tensors.items()}
 
-    def _rows(self, rows: Sequence[np.ndarray], longest: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(
+        self, rows: Sequence[np.ndarray], longest: int, filler: int, whole: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.array([min(len(row), longest - 1) + 1 for row in rows])
-        filled = np.full((len(rows), lengths.max()), filler, dtype=np.int64)  # [b n]
+        n = -(-lengths.max() // whole) * whole
+        filled = np.full((len(rows), n), filler, dtype=np.int64)  # [b n]
         for target, row, length in zip(filled, rows, lengths, strict=True):
             target[: length - 1] = row[: length - 1]
             target[length - 1] = self.eos
-        return filled, (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+        return filled, (np.arange(n) < lengths[:, None]).astype(np.int64)

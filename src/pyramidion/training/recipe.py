@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from pyramidion.configuration_pyramidion import PyramidionConfig
+from pyramidion.data.objectives import OBJECTIVES, Corruption
 from pyramidion.presets import find, preset
 
 ON_NAN = ("stop", "skip")
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "loss")
 SCHEDULES = ("constant", "linear", "cosine")
+SUMMARIES, *PRETRAINING = OBJECTIVES
+USES = {  # settings that only some objectives have a use for
+    "generation": (SUMMARIES,),
+    "span_length": ("spans", "gap-sentences"),
+    "span_density": ("spans", "gap-sentences"),
+    "gap_density": ("gap-sentences",),
+    "gap_choice": ("gap-sentences",),
+}
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,9 @@ class Recipe:
     """Say how a model is trained. The defaults are the paper's (appendix, tables of hyperparameters).
 
     preset, model           a model by name, with single settings changed; or `init_from`, a folder to go on from
+    objective               what is learnt: to write `summaries`, or first, from the documents alone, what was taken out
+                            of them: `spans` or `gap-sentences`. A run on summaries then goes on from it by `init_from`
+    span_length, span_density, gap_density, gap_choice    how much is taken out and what; see `Corruption`
     max_source, max_target  tokens a document and its summary are cut to; by default what the model is for, and 512
     batch_size              documents in one step of the optimizer, over all processes and accumulated parts
     device_batch            documents computed at once in one process, at most
@@ -29,7 +41,8 @@ class Recipe:
     weight_decay, adam_beta2, max_grad_norm, label_smoothing    of Adam and of the loss
     evaluate_every, evaluate_limit, evaluate_first    epochs between validations, parts of one too; documents used in
                             each; whether the untrained model is validated too
-    metric, patience        what counts, and validations without progress in it before the end
+    metric, patience        what counts (`loss` where no summaries are written), and validations without progress in it
+                            before the end
     generation              options of `generate` in validations, over the paper's
     save_every, keep        steps between checkpoints, and how many stay
     on_nan                  `stop` when loss or gradients are not finite, or `skip` that step
@@ -38,6 +51,11 @@ class Recipe:
     preset: str = "deep-pyramidion"
     model: dict[str, Any] | None = None
     init_from: str | None = None
+    objective: str = SUMMARIES
+    span_length: float = Corruption.span_length
+    span_density: float = Corruption.span_density
+    gap_density: float = Corruption.gap_density
+    gap_choice: str = Corruption.gap_choice
     max_source: int | None = None
     max_target: int = 512
     batch_size: int = 256
@@ -83,7 +101,31 @@ class Recipe:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        self._check_objective()
         find(self.preset)
+
+    def _check_objective(self) -> None:
+        if self.objective not in OBJECTIVES:
+            near = difflib.get_close_matches(self.objective, OBJECTIVES, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"`objective` must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}.{hint}")
+        if self.objective in PRETRAINING and self.metric != "loss":
+            raise ValueError(
+                f"`metric` must be loss with the objective {self.objective!r}, got {self.metric!r}: "
+                "ROUGE is of summaries that are written."
+            )
+        for name, objectives in USES.items():
+            value = getattr(self, name)
+            if self.objective not in objectives and value != DEFAULTS[name]:
+                raise ValueError(
+                    f"`{name}` must be left out with the objective {self.objective!r}, which has no use for it, "
+                    f"got {value!r}."
+                )
+        self.corruption()  # refuses what is out of range
+
+    def corruption(self) -> Corruption:
+        """Say how much is taken out of a document, and what."""
+        return Corruption(**{field.name: getattr(self, field.name) for field in fields(Corruption)})
 
     def config(self, vocabulary: int) -> PyramidionConfig:
         """Make the configuration of the model, for a vocabulary of that size."""
@@ -105,9 +147,9 @@ class Recipe:
         return asdict(self)
 
 
-def default_recipe(name: str) -> Recipe:
+def default_recipe(name: str, objective: str = SUMMARIES) -> Recipe:
     """Give a preset's own recipe: the paper's, with warm-up for the deep models, and a light one for the small."""
-    recipe = Recipe(preset=name)
+    recipe = Recipe(preset=name, objective=objective, metric="loss" if objective in PRETRAINING else Recipe.metric)
     if find(name).paper is None:  # small ones, for a CPU
         light = replace(recipe, learning_rate=2e-3, batch_size=16, device_batch=8, warmup_steps=100, max_target=256)
         return replace(light, evaluate_every=1.0, save_every=100)
@@ -117,8 +159,9 @@ def default_recipe(name: str) -> Recipe:
 def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
     """Read a YAML file, put what was `given` over it, and both over the preset's own recipe."""
     settings = {**(_load(path) if path else {}), **given}
-    base = default_recipe(settings.get("preset", Recipe.preset))
-    return replace(base, **_checked(settings, path))
+    checked = _checked(settings, path)
+    base = default_recipe(checked.get("preset", Recipe.preset), checked.get("objective", SUMMARIES))
+    return replace(base, **checked)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -173,3 +216,4 @@ def _at_least(name: str, value: float | None, least: int) -> None:
 
 
 SETTINGS = tuple(field.name for field in fields(Recipe))
+DEFAULTS = {field.name: field.default for field in fields(Recipe)}

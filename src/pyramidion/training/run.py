@@ -11,11 +11,12 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from pyramidion.data import TokenStore
+from pyramidion.data.objectives import Objective, make_objective
 from pyramidion.disk import write_whole
 from pyramidion.kernels.launching import choose_device
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
 from pyramidion.training.checkpoint import is_full, read_manifest
-from pyramidion.training.recipe import Recipe
+from pyramidion.training.recipe import DEFAULTS, Recipe
 from pyramidion.training.trainer import Bell, PyramidionTrainer, Tell, TrainingStopped
 from pyramidion.training.validation import Progress, validation
 
@@ -63,14 +64,16 @@ def train(
         )
     store = TokenStore.open(data)
     parts, at_once = recipe.split(world)
-    _same_run(recipe, store, output, world)
-    tell(f"{world} process{'es' if world > 1 else ''}, each {parts} × {at_once} documents a step.")
     logging.disable_progress_bar()  # of transformers, for every file it writes
     with Bell() as bell:
         set_seed(recipe.seed)
         shown: dict[str, Any] = {"tell": tell, "progress": progress, "machine": machine}
-        score = validation(recipe, store, output, progress)
-        trainer = PyramidionTrainer(_model(recipe, store), recipe, store, output, score, bell, **shown)
+        model = _model(recipe, store)
+        objective = _objective(recipe, store, model.config)
+        _same_run(recipe, store, output, world)  # only now: what is refused leaves nothing behind
+        tell(f"{world} process{'es' if world > 1 else ''}, each {parts} × {at_once} documents a step. {objective}")
+        score = validation(recipe, store, output, progress, objective)
+        trainer = PyramidionTrainer(model, recipe, store, output, objective, score, bell, **shown)
         assert trainer.args.world_size == world, f"{world} processes were started, {trainer.args.world_size} take part."
         trainer.resumed = _resume(trainer, world, tell)
         try:
@@ -101,10 +104,11 @@ def _same_run(recipe: Recipe, store: TokenStore, output: Path, world: int) -> No
             write_whole(path, json.dumps(now, indent=1))
         return
     before = json.loads(path.read_text())
+    told = {**DEFAULTS, **before["recipe"]}  # a run from before there was a setting had its default
     changed = [
-        f"`{name}` was {before['recipe'].get(name)!r} and is {value!r}"
+        f"`{name}` was {told[name]!r} and is {value!r}"
         for name, value in now["recipe"].items()
-        if name not in FREE and before["recipe"].get(name) != value
+        if name not in FREE and told[name] != value
     ]
     for name, meaning in {"data": "the data", "world": "the number of processes"}.items():
         if before[name] != now[name]:
@@ -114,9 +118,45 @@ def _same_run(recipe: Recipe, store: TokenStore, output: Path, world: int) -> No
 
 
 def _model(recipe: Recipe, store: TokenStore) -> PyramidionForConditionalGeneration:
-    if recipe.init_from is not None:
-        return PyramidionForConditionalGeneration.from_pretrained(recipe.init_from, **(recipe.model or {}))
-    return PyramidionForConditionalGeneration(recipe.config(store.vocab_size))
+    if recipe.init_from is None:
+        return PyramidionForConditionalGeneration(recipe.config(store.vocab_size))
+    _check_origin(Path(recipe.init_from), store)
+    return PyramidionForConditionalGeneration.from_pretrained(recipe.init_from, **(recipe.model or {}))
+
+
+def _check_origin(folder: Path, store: TokenStore) -> None:
+    """Refuse to go on from a model that means other words by the same ids."""
+    if not (folder / "config.json").is_file():
+        inside = folder / "model"
+        hint = f" Did you mean {str(inside)!r}?" if (inside / "config.json").is_file() else ""
+        raise ValueError(f"`init_from` must be a folder with a model, got {str(folder)!r}.{hint}")
+    size = json.loads((folder / "config.json").read_text()).get("vocab_size", 0)
+    if size < store.vocab_size:
+        raise ValueError(f"`init_from` must know the {store.vocab_size} tokens of the data, got {size}.")
+    told = folder / "tokenizer.json"
+    if told.is_file() and _words(told) != _words(store.path / "tokenizer" / "tokenizer.json"):
+        raise ValueError(
+            f"`init_from` must have the tokenizer of the data, but {str(told)!r} is another one. Prepare the data with "
+            f"`--tokenizer {folder}`."
+        )
+
+
+def _words(path: Path) -> dict[str, Any]:
+    """Read what makes ids of a text, and leave out how many at once."""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    return {name: told.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+
+
+def _objective(recipe: Recipe, store: TokenStore, config: Any) -> Objective:
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return make_objective(
+        recipe.objective,
+        store.tokenizer(),
+        recipe.corruption(),
+        max_source=recipe.max_source or config.entering[0],
+        max_target=recipe.max_target,
+        reserved={config.pad_token_id, config.decoder_start_token_id, *ends},
+    )
 
 
 def _resume(trainer: PyramidionTrainer, world: int, tell: Tell) -> Path | None:

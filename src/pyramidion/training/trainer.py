@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback
 
-from pyramidion.data import Collator, LengthGroupedBatches, TokenStore
+from pyramidion.data import Collator, Exercises, LengthGroupedBatches, TokenStore
+from pyramidion.data.objectives import Objective
 from pyramidion.training.account import Account
 from pyramidion.training.checkpoint import MANIFEST, STAGING, Checkpoints, discard, seal, stage, verify
 from pyramidion.training.recipe import Recipe
@@ -51,6 +52,23 @@ class Progress:
     skipped: int = 0
 
 
+class EpochBatches:
+    """Give the batches of an epoch as pairs (epoch, index), so that an example can be made from its pair alone."""
+
+    def __init__(self, batches: LengthGroupedBatches) -> None:
+        self.batches = batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch."""
+        self.batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return ([(self.batches.epoch, index) for index in batch] for batch in self.batches)
+
+
 class EpochLoader(DataLoader[Any]):
     """A DataLoader whose batches are those of an epoch: the same in every run, whenever it is resumed."""
 
@@ -62,6 +80,7 @@ class EpochLoader(DataLoader[Any]):
 class PyramidionTrainer(Trainer):
     """Train by a recipe, from a token store, into a folder.
 
+    objective what is made of an example
     score     measures the model on the validation split; called every `evaluate_every` epochs
     bell      hears SIGTERM
     tell      takes a line for the user
@@ -77,6 +96,7 @@ class PyramidionTrainer(Trainer):
         recipe: Recipe,
         store: TokenStore,
         folder: Path,
+        objective: Objective,
         score: Scoring | None,
         bell: "Bell",
         *,
@@ -86,6 +106,7 @@ class PyramidionTrainer(Trainer):
     ) -> None:
         self.recipe, self.store, self.folder, self.score = recipe, store, folder, score
         self.tell, self.show_progress, self.machine = tell, progress, machine
+        self.exercises = Exercises(store["train"], objective, recipe.seed)
         self.account = Account(folder)
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep)
         self.progress = Progress()
@@ -94,8 +115,14 @@ class PyramidionTrainer(Trainer):
         config: Any = model.config
         source = recipe.max_source or config.entering[0]
         collator = Collator(
-            pad=config.pad_token_id, eos=config.eos_token_id, max_source=source, max_target=recipe.max_target
+            pad=config.pad_token_id,
+            eos=config.eos_token_id,
+            max_source=source,
+            max_target=recipe.max_target,
+            whole=config.packing if recipe.compile else 1,  # one graph for all numbers of whole blocks
         )
+        if recipe.compile:
+            model.compile(dynamic=True, fullgraph=True)
         arguments = training_arguments(recipe, folder)
         super().__init__(
             model=model,
@@ -111,16 +138,17 @@ class PyramidionTrainer(Trainer):
 
     def get_train_dataloader(self) -> EpochLoader:
         """Give the batches of this process, a pure function of seed and epoch: resuming is skipping."""
-        split: Any = self.store["train"]
         batches = LengthGroupedBatches(
-            split.document_lengths,
+            self.store["train"].document_lengths,
             self.args.per_device_train_batch_size,
             seed=self.recipe.seed,
             rank=self.args.process_index,
             world=self.args.world_size,
         )
         pinned = self.args.device.type == "cuda"
-        return EpochLoader(split, batch_sampler=batches, collate_fn=self.data_collator, pin_memory=pinned)
+        keys: Any = EpochBatches(batches)
+        data: Any = self.exercises
+        return EpochLoader(data, batch_sampler=keys, collate_fn=self.data_collator, pin_memory=pinned)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Let the model itself smooth the labels: it never has all logits for the Trainer to do so."""
@@ -361,7 +389,6 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         eval_strategy="no",
         seed=recipe.seed,
         bf16=recipe.bf16,
-        torch_compile=recipe.compile,
         gradient_checkpointing=recipe.gradient_checkpointing,
         use_cpu=recipe.device == "cpu",
         fsdp=recipe.fsdp or None,
