@@ -692,6 +692,7 @@ def test_the_loop_writes_the_same_with_any_layout(small: Path, beams: int):
         assert loop.decode(model, tokens, torch.ones_like(tokens), settings).tolist() == expected.tolist()
 
 
+@torch.inference_mode()
 def decoder_of(model: Any, rows: int) -> step.Decoder:
     """Make a decoder for so many texts, ready to write."""
     search = step.Search(loop.Rules(1, 9, 0), rows, model.config.vocab_size, torch.device("cpu"))
@@ -723,7 +724,7 @@ def test_the_table_of_a_compact_model_stays_bytes_until_it_is_trained(small: Pat
     for compacted in (True, False, False):
         with torch.inference_mode():
             decoder.refresh(model)
-            decoder.read(model, torch.randn(5, 5, 32), None)
+            decoder.read(model, x[:, None], None)
             assert isinstance(decoder.project, ByteMatrix) == compacted
             torch.testing.assert_close(decoder.project(x), F.linear(x, model.lm_head.weight), rtol=1e-3, atol=1e-3)
         with torch.no_grad():

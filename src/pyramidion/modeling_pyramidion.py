@@ -409,10 +409,11 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         Blocks do not see each other. So where activations are recomputed in backward, or no gradient is asked for, a
         layer needs room for few of them at a time, and the longest document is decided by what stands between layers.
         """
-        kept = torch.is_grad_enabled() and not (layer.gradient_checkpointing and self.training)
-        apart = self.config.attention == "blockwise" and not (kept or whole or layer.counted)
         count = max(1, PIECE // layout.m)
-        if not apart or torch.compiler.is_compiling() or layout.blocks <= count:
+        if torch.compiler.is_compiling() or layout.blocks <= count:
+            return layer(x, layout)
+        kept = torch.is_grad_enabled() and not (layer.gradient_checkpointing and self.training)
+        if kept or whole or layer.counted or self.config.attention != "blockwise":
             return layer(x, layout)
         pieces = enumerate(x.split(count))
         return torch.cat([layer(piece, layout.part(turn * count, count))[0] for turn, piece in pieces]), None
