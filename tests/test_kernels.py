@@ -1,6 +1,8 @@
 """The kernels of a model against torch in float64, with Philox written out: in Triton's interpreter, or on a GPU."""
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -8,16 +10,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
-from pyramidion.kernels import feed_forward, residual
+from pyramidion.kernels import feed_forward, functions, residual, tiles
 from pyramidion.kernels.chance import scale, threshold
+from pyramidion.kernels.tiles import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+TILINGS = ("FORWARD", "BACKWARD", "ADD_FORWARD", "ADD_BACKWARD")
+
+
+def tile_by(monkeypatch: pytest.MonkeyPatch, *tiling: int) -> None:
+    """Let all kernels go through rows in another way."""
+    for module, name in product((residual, feed_forward), TILINGS):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, Tiling(*tiling))
+
+
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if DEVICE == "cpu":
+        tile_by(monkeypatch, 16, 1, 1, 1)  # the interpreter takes its time for each tile
     with np.errstate(over="ignore", invalid="ignore"):  # the interpreter's arithmetic is modulo 2³²
         yield
 
@@ -63,82 +79,122 @@ Inputs = list[Tensor]
 
 def by_torch(kind: str, inputs: Inputs, keep: Tensor, rate: float, half: torch.dtype | None) -> Inputs:
     """Compute what the kernels do, in the precision of the inputs, or with the norm in `half`."""
-    x, change, weight, bias = inputs
+    x, change, weight, bias, *shifts = inputs
+    change = change + shifts[0].to(change.dtype) if shifts else change
     total = x if kind == "norm" else x + torch.where(keep.to(x.device).view(x.shape), change * scale(rate), 0.0)
     normed = F.layer_norm(total.to(weight.dtype), weight.shape, weight, bias).to(half or x.dtype)
     return {"norm": [normed], "add_norm": [normed], "add_and_norm": [total.to(x.dtype), normed], "add": [total]}[kind]
 
 
 def by_kernels(kind: str, inputs: Inputs, rate: float, half: torch.dtype) -> Inputs:
-    x, change, weight, bias = inputs
+    x, change, weight, bias, *shifts = inputs
+    shift = shifts[0] if shifts else None
     with torch.autocast(DEVICE, half, enabled=half != torch.float32):
         if kind == "norm":
             return [residual.norm(x, weight, bias, 1e-5)]
         if kind == "add":
-            return [residual.add(x, change, rate)]
+            return [residual.add(x, change, shift, rate)]
         if kind == "add_norm":
-            return [residual.add_norm(x, change, weight, bias, rate, 1e-5)]
-        return list(residual.add_and_norm(x, change, weight, bias, rate, 1e-5))
+            return [residual.add_norm(x, change, shift, weight, bias, rate, 1e-5)]
+        return list(residual.add_and_norm(x, change, shift, weight, bias, rate, 1e-5))
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize(("shape", "d"), [((1,), 8), ((3, 5), 24), ((7,), 768)])
+def both_ways(leaves: Inputs, along: Inputs, run: Any) -> Inputs:
+    """Give the results and the gradients of all leaves, those that have one."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    outs = run(leaves)
+    arriving = [one.to(out) for one, out in zip(along, outs, strict=False)]
+    grads = torch.autograd.grad(outs, leaves, arriving, allow_unused=True)
+    return [*outs, *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize(("rate", "shifted"), [(0.0, False), (0.0, True), (0.1, True), (0.5, False)])
+@pytest.mark.parametrize(("shape", "d"), [((1,), 8), ((7, 11), 24), ((3,), 768), ((1, 2), 1000)])
 @pytest.mark.parametrize(
     ("x_dtype", "dtype"), [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
 )
 @pytest.mark.parametrize("kind", ["norm", "add_norm", "add_and_norm", "add"])
 def test_residual_connections(
-    kind: str, shape: tuple[int, ...], d: int, rate: float, x_dtype: torch.dtype, dtype: torch.dtype, seed: int
-) -> None:
+    kind: str, shape: tuple[int, ...], d: int, rate: float, x_dtype: torch.dtype, dtype: torch.dtype, shifted: bool,
+    seed: int,
+) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(d)
     draw = lambda *size: torch.randn(size, generator=generator)  # noqa: E731
-    sizes, dtypes = ((*shape, d), (*shape, d), (d,), (d,)), (x_dtype, dtype, torch.float32, torch.float32)
-    drawn = draw(*shape, d) * 3 + 1, draw(*shape, d), 1 + draw(d) / 2, draw(d)
-    inputs = [one.to(DEVICE, as_) for one, as_ in zip(drawn, dtypes, strict=True)]
-    assert [one.shape for one in inputs] == [torch.Size(size) for size in sizes]
-    along = [draw(*shape, d) for _ in range(2)]
+    dtypes = (x_dtype, dtype, torch.float32, torch.float32, torch.float32)
+    drawn = draw(*shape, d) * 3 + 1, draw(*shape, d), 1 + draw(d) / 2, draw(d), draw(d)
+    inputs = [one.to(DEVICE, as_) for one, as_ in zip(drawn, dtypes, strict=True)][: 5 if shifted else 4]
+    along = [draw(*shape, d).to(dtype) for _ in range(2)]
     keep = torch.from_numpy(kept(seed, along[0].numel() // 8, rate))
 
-    def both(leaves: Inputs, run: Any) -> Inputs:
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        outs = run(leaves)
-        arriving = [one.to(dtype).to(out) for one, out in zip(along, outs, strict=False)]
-        grads = torch.autograd.grad(outs, leaves, arriving, allow_unused=True)
-        return [*outs, *(grad for grad in grads if grad is not None)]
-
-    want = both([one.double().cpu() for one in inputs], lambda leaves: by_torch(kind, leaves, keep, rate, None))
-    plain = both(inputs, lambda leaves: by_torch(kind, leaves, keep, rate, dtype))
-    found = both(inputs, lambda leaves: by_kernels(kind, leaves, rate, dtype))
+    exact = [one.double().cpu() for one in inputs]
+    want = both_ways(exact, along, lambda leaves: by_torch(kind, leaves, keep, rate, None))
+    plain = both_ways(inputs, along, lambda leaves: by_torch(kind, leaves, keep, rate, dtype))
+    found = both_ways(inputs, along, lambda leaves: by_kernels(kind, leaves, rate, dtype))
     assert len(found) == len(plain)
-    for place, (one, exact, usual) in enumerate(zip(found, want, plain, strict=True)):
-        near(one, exact, usual, f"{kind} {place}")
+    for place, (one, right, usual) in enumerate(zip(found, want, plain, strict=True)):
+        near(one, right, usual, f"{kind} {place}")
 
 
-@pytest.mark.parametrize("size", [1, 8, 2047, 2048, 5000])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(("rows", "d"), [(1, 8), (3, 24), (77, 8), (3, 1000), (5, 3072), (2, 4104)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_relu_dropout(size: int, dtype: torch.dtype, seed: int) -> None:
-    x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(DEVICE, dtype).requires_grad_()
-    keep = kept(seed, -(-size // 8), 0.1)[:size]
-    want = torch.where(torch.from_numpy(keep.copy()).to(DEVICE), x.float().relu() * scale(0.1), 0.0)
-    out = feed_forward.relu_dropout(x, 0.1)
-    torch.testing.assert_close(out, want.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)  # the interpreter cuts off
-    along = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(out)
-    (grad,) = torch.autograd.grad(out, x, along)
-    passed = torch.where(out > 0, along.float() * scale(0.1), 0.0).to(dtype)
-    torch.testing.assert_close(grad, passed, rtol=torch.finfo(dtype).eps, atol=0)
+def test_relu_dropout(rows: int, d: int, dtype: torch.dtype, shifted: bool, rate: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(d)
+    drawn = [torch.randn(size, generator=generator) for size in ((rows, d), (rows, d), (d,))]
+    along, x, bias = drawn[0].to(dtype), drawn[1].to(DEVICE, dtype), drawn[2].to(DEVICE)
+    inputs = [x, bias] if shifted else [x]
+    keep = torch.from_numpy(kept(seed, rows * d // 8, rate)).view(rows, d)
+
+    def by_hand(leaves: Inputs) -> Inputs:
+        total = leaves[0] + leaves[1].to(leaves[0].dtype) if shifted else leaves[0]
+        return [torch.where(keep.to(total.device), total.relu() * scale(rate), 0.0)]
+
+    want = both_ways([one.double().cpu() for one in inputs], [along], by_hand)
+    plain = both_ways(inputs, [along], by_hand)
+    ours = both_ways(inputs, [along], lambda leaves: [feed_forward.relu_dropout(leaves[0], (*leaves, None)[1], rate)])
+    assert len(ours) == len(want)
+    for name, one, right, usual in zip(("out", "grad x", "grad bias"), ours, want, plain, strict=False):
+        near(one, right, usual, name)
+
+
+@pytest.mark.parametrize(("tiling", "shifted"), [((1, 4, 1, 1), True), ((2, 1, 2, 2), False), ((8, 2, 1, 3), True)])
+def test_tiles_change_nothing(
+    tiling: tuple[int, ...], shifted: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """However rows are shared among programs, the same numbers are kept, forward and backward."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(size, generator=generator).to(DEVICE) for size in ((7, 40), (7, 40), (40,), (40,), (40,))]
+    along = [torch.randn(7, 40, generator=generator) for _ in range(2)]
+
+    def everything() -> Inputs:
+        found = []
+        for kind in ("add_norm", "add_and_norm", "add"):
+            given = inputs if shifted else inputs[:4]
+            found += both_ways(given, along, lambda leaves, kind=kind: by_kernels(kind, leaves, 0.3, torch.float32))
+        shift = inputs[4] if shifted else None
+        return found + both_ways(inputs[:1], along, lambda leaves: [feed_forward.relu_dropout(leaves[0], shift, 0.3)])
+
+    usual = everything()
+    tile_by(monkeypatch, *tiling)
+    monkeypatch.setattr(tiles, "LANES", 2)  # three groups of columns
+    for place, (one, other) in enumerate(zip(everything(), usual, strict=True)):
+        torch.testing.assert_close(one, other, msg=lambda m, place=place: f"{place}: {m}")
+        if one.ndim > 1:
+            assert torch.equal(one == 0, other == 0), place
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
-    x = torch.ones(200_000 if DEVICE == "cuda" else 40_000, device=DEVICE)
+    x = torch.ones(100, 2000 if DEVICE == "cuda" else 400, device=DEVICE)
     torch.manual_seed(0)
-    one, two = (feed_forward.relu_dropout(x, 0.1) for _ in range(2))
+    one, two = (feed_forward.relu_dropout(x, None, 0.1) for _ in range(2))
     for out in (one, two):
         assert (out == 0).double().mean().item() == pytest.approx(0.1, abs=0.006)
         assert out.double().mean().item() == pytest.approx(1, abs=0.006)
     both = ((one == 0) & (two == 0)).double().mean().item()
     assert both == pytest.approx(0.01, abs=0.002), "two draws are independent"
     torch.manual_seed(0)
-    assert torch.equal(feed_forward.relu_dropout(x, 0.1), one), "torch's seed decides"
+    assert torch.equal(feed_forward.relu_dropout(x, None, 0.1), one), "torch's seed decides"
 
 
 def test_operators_are_registered_as_torch_asks() -> None:
@@ -146,20 +202,138 @@ def test_operators_are_registered_as_torch_asks() -> None:
     x, change = (torch.randn(3, 16, device=DEVICE, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(16, device=DEVICE, requires_grad=True) for _ in range(2))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for drawn in (seed, None):
+    for drawn, shift in ((seed, None), (None, None), (seed, weight), (None, weight)):
         for changed, keeps_sum in ((change, False), (change, True), (None, False)):
-            rate = 0.1 if drawn is not None and changed is not None else 0.0
-            inputs = (x, changed, weight, bias, drawn if rate else None, rate, 1e-5, torch.float32, keeps_sum)
+            given = (changed, shift, weight, bias, drawn) if changed is not None else (None, None, weight, bias, None)
+            inputs = (x, *given, 0.1 if given[-1] is not None else 0.0, 1e-5, torch.float32, keeps_sum)
             torch.library.opcheck(residual._normed.registered, inputs, test_utils=checks)
-    torch.library.opcheck(residual._added.registered, (x, change, seed, 0.1), test_utils=checks)
-    torch.library.opcheck(feed_forward._relu_dropout.registered, (x, seed, 0.1), test_utils=checks)
+        rate = 0.1 if drawn is not None else 0.0
+        torch.library.opcheck(residual._added.registered, (x, change, shift, drawn, rate), test_utils=checks)
+        torch.library.opcheck(feed_forward._relu_dropout.registered, (x, shift, drawn, rate), test_utils=checks)
 
 
 def test_nothing_may_come_in() -> None:
     x = torch.empty(0, 16, device=DEVICE, requires_grad=True)
     weight = torch.ones(16, device=DEVICE, requires_grad=True)
-    out = residual.add_norm(x, x, weight, weight, 0.0, 1e-5)
+    out = residual.add_norm(x, x, weight, weight, weight, 0.0, 1e-5)
     grads = torch.autograd.grad(out.sum(), (x, weight))
     assert grads[0].shape == (0, 16)
     assert torch.equal(grads[1], torch.zeros_like(weight))
-    assert feed_forward.relu_dropout(x, 0.1).shape == residual.add(x, x, 0.1).shape == (0, 16)
+    assert feed_forward.relu_dropout(x, None, 0.1).shape == residual.add(x, x, weight, 0.1).shape == (0, 16)
+
+
+# ------------------------------------------------------------------------------------------------- biases handed over
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let the kernels serve this device too, and note whether each that may add a bias was given one."""
+    given: list[bool] = []
+    monkeypatch.setattr(functions, "served", lambda x: x.dtype != torch.float64)
+
+    def noted(run: Any, place: int) -> Any:
+        def call(*inputs: Any) -> Any:
+            given.append(inputs[place] is not None)
+            return run(*inputs)
+
+        return call
+
+    monkeypatch.setattr(feed_forward, "relu_dropout", noted(feed_forward.relu_dropout, 1))
+    for name in ("add_norm", "add_and_norm", "add"):
+        monkeypatch.setattr(residual, name, noted(getattr(residual, name), 2))
+    return given
+
+
+def layer(pre_norm: bool, rate: float = 0.0, **options: Any) -> Any:
+    pytest.importorskip("transformers")
+    from pyramidion.configuration_pyramidion import PyramidionConfig
+    from pyramidion.modeling_pyramidion import PyramidionDecoderLayer
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "decoder_layers": 1}
+    rates = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), rate)
+    config = PyramidionConfig(**sizes, **rates, pre_norm=pre_norm, **options)
+    made = PyramidionDecoderLayer(config, 0)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, 0.3, 0.3)
+    return made.to(DEVICE)
+
+
+def learned(made: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Give what comes out of a decoder layer, and the gradients of its parameters."""
+    generator = torch.Generator().manual_seed(7)
+    x, memory, along = (torch.randn(size, generator=generator) for size in ((2, 3, 16), (2, 5, 16), (2, 3, 16)))
+    out = made.to(dtype)(x.to(DEVICE, dtype).requires_grad_(), memory.to(DEVICE, dtype))
+    made.zero_grad()
+    out.backward(along.to(out))
+    grads = {name: one.grad.float() for name, one in made.named_parameters() if one.grad is not None}
+    return {"out": out.detach().float(), **grads}
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_a_layer_learns_as_before(pre_norm: bool, activation: str, everywhere: list[bool]) -> None:
+    made = layer(pre_norm, activation_function=activation)
+    want = learned(made, torch.float64)
+    assert not everywhere
+    found = learned(made, torch.float32)
+    assert everywhere == [True] * (4 if activation == "relu" else 3)
+    assert found.keys() == want.keys() >= {f"feed_forward.{name}.bias" for name in ("widen", "narrow")}
+    for name, one in want.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_who_looks_on_or_replaces_sees_the_whole_layer(everywhere: list[bool]) -> None:
+    made = layer(False)
+    want = learned(made)
+    seen = []
+    made.attention.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    made.cross_attention.out.register_forward_hook(lambda module, inputs, output: output.clone())
+    made.feed_forward.widen, was = torch.nn.Sequential(made.feed_forward.widen), made.feed_forward.widen
+    made.feed_forward.narrow.bias.requires_grad_(False)
+    everywhere.clear()
+    found = learned(made)
+    assert everywhere == [False] * 3
+    assert isinstance(seen[0], Tensor)
+    made.feed_forward.widen = was
+    for name, one in want.items():
+        if name != "feed_forward.narrow.bias":
+            other = found[name.replace("widen.", "widen.0.")]
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert "feed_forward.narrow.bias" not in found
+
+
+def test_biases_stay_where_nothing_is_learned(everywhere: list[bool]) -> None:
+    linear, x = torch.nn.Linear(16, 24, device=DEVICE), torch.randn(3, 16, device=DEVICE)
+    assert functions.multiply(linear, x)[1] is linear.bias
+    with torch.no_grad():
+        assert functions.multiply(linear, x)[1] is None
+    for other in (torch.nn.Linear(16, 20, device=DEVICE), torch.nn.Linear(16, 24, bias=False, device=DEVICE)):
+        whole, bias = functions.multiply(other, x)
+        assert bias is None
+        assert torch.equal(whole, other(x))
+    assert functions.multiply(linear, x, bare=False)[1] is None
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    assert functions.multiply(linear, x)[0] is x
+
+
+def test_a_compiled_layer_hands_biases_over(everywhere: list[bool]) -> None:
+    torch._dynamo.reset()
+    made = layer(False)
+    want = learned(made)
+    made.forward = torch.compile(made.forward, fullgraph=True, backend="aot_eager")
+    found = learned(made)
+    for name, one in want.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert everywhere == [True] * 8
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputing_drops_the_same(reentrant: bool, everywhere: list[bool]) -> None:
+    made = layer(False, 0.3)
+    torch.manual_seed(3)
+    want = learned(made)
+    made.forward = partial(checkpoint, made.forward, use_reentrant=reentrant)
+    torch.manual_seed(3)
+    found = learned(made)
+    for name, one in want.items():
+        torch.testing.assert_close(found[name], one, msg=lambda m, name=name: f"{name}: {m}")

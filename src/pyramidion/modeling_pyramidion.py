@@ -47,7 +47,7 @@ from pyramidion.attention import (
 )
 from pyramidion.attention.heads import eager, received
 from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
-from pyramidion.kernels.functions import activate, add, add_and_norm, add_norm, norm, stream
+from pyramidion.kernels.functions import activate, add, add_and_norm, add_norm, multiply, norm, stream, unwatched
 from pyramidion.kernels.loss import linear_cross_entropy
 from pyramidion.pooling import Pooler, StridedPooler, make_pooler
 from pyramidion.topk import Selection, hard_topk
@@ -129,13 +129,13 @@ class PyramidionNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.weight, self.bias, eps=self.eps)
 
-    def of_sum(self, x: Tensor, change: Tensor, dropout: float) -> Tensor:
-        """Normalise x + dropout(change)."""
-        return add_norm(x, change, self.weight, self.bias, dropout=dropout, eps=self.eps)
+    def of_sum(self, x: Tensor, change: Tensor, shift: Tensor | None, dropout: float) -> Tensor:
+        """Normalise x + dropout(change + shift)."""
+        return add_norm(x, change, self.weight, self.bias, shift=shift, dropout=dropout, eps=self.eps)
 
-    def and_sum(self, x: Tensor, change: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-        """Give x + dropout(change), and its norm."""
-        return add_and_norm(x, change, self.weight, self.bias, dropout=dropout, eps=self.eps)
+    def and_sum(self, x: Tensor, change: Tensor, shift: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+        """Give x + dropout(change + shift), and its norm."""
+        return add_and_norm(x, change, self.weight, self.bias, shift=shift, dropout=dropout, eps=self.eps)
 
 
 class PyramidionResidual(nn.Module):
@@ -152,7 +152,8 @@ class PyramidionResidual(nn.Module):
         return self.rate if self.training else 0.0
 
 
-Sublayer = Callable[[Tensor], tuple[Tensor, Any]]
+Change = Tensor | tuple[Tensor, Tensor | None]  # what a sublayer gives, or that without its bias, and the bias
+Sublayer = Callable[[Tensor], tuple[Change, Any]]
 
 
 def through(x: Tensor, *steps: tuple[PyramidionResidual, Sublayer], pre_norm: bool) -> tuple[Tensor, list[Any]]:
@@ -165,13 +166,22 @@ def through(x: Tensor, *steps: tuple[PyramidionResidual, Sublayer], pre_norm: bo
     for place, (residual, sublayer) in enumerate(steps):
         change, extra = sublayer(normed)
         extras.append(extra)
+        change, shift = change if isinstance(change, tuple) else (change, None)
         if not pre_norm:
-            x = normed = residual.norm.of_sum(x, change, residual.dropout)
+            x = normed = residual.norm.of_sum(x, change, shift, residual.dropout)
         elif place + 1 < len(steps):
-            x, normed = steps[place + 1][0].norm.and_sum(x, change, residual.dropout)
+            x, normed = steps[place + 1][0].norm.and_sum(x, change, shift, residual.dropout)
         else:
-            x = add(x, change, dropout=residual.dropout)
+            x = add(x, change, shift=shift, dropout=residual.dropout)
     return x, extras
+
+
+def bare(module: nn.Module, *inputs: Any, **options: Any) -> Sublayer:
+    """Make a sublayer of a module; one of ours leaves its last bias to the sum, unless somebody else looks on."""
+    ours = isinstance(module, SelfAttention | PyramidionDecoderAttention | PyramidionFeedForward)
+    if ours and unwatched(module):
+        options["bare"] = True
+    return lambda x: module(x, *inputs, **options)
 
 
 class PyramidionFeedForward(nn.Module):
@@ -184,9 +194,12 @@ class PyramidionFeedForward(nn.Module):
         self.activation, self.relu = ACT2FN[config.activation_function], config.activation_function == "relu"
         self.dropout = config.activation_dropout
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, *, bare: bool = False) -> tuple[Change, None]:
+        """Transform x [... d]; `bare` leaves the bias of the last product to the caller, where that is faster."""
         rate = self.dropout if self.training else 0.0
-        return self.narrow(activate(self.widen(x), self.activation, relu=self.relu, dropout=rate)), None
+        x, shift = multiply(self.widen, x, bare=self.relu)
+        x = activate(x, self.activation, relu=self.relu, shift=shift, dropout=rate)
+        return (multiply(self.narrow, x) if bare else self.narrow(x)), None
 
 
 def attend_eagerly(
@@ -262,8 +275,8 @@ class PyramidionEncoderLayer(GradientCheckpointingLayer):
         way = eager if self.counted else partial(attend, self)
         x, (weights, _) = through(
             x,
-            (self.attention_residual, lambda x: self.attention(x, layout, attend=way)),
-            (self.feed_forward_residual, self.feed_forward),
+            (self.attention_residual, bare(self.attention, layout, attend=way)),
+            (self.feed_forward_residual, bare(self.feed_forward)),
             pre_norm=self.config.pre_norm,
         )
         return x, weights
@@ -568,14 +581,24 @@ class PyramidionDecoderAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None, memory: Tensor | None = None, cache: EncoderDecoderCache | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend from x [b t d] to itself, or to the memory [b k d], which the cache then holds for good."""
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        memory: Tensor | None = None,
+        cache: EncoderDecoderCache | None = None,
+        *,
+        bare: bool = False,
+    ) -> tuple[Change, Tensor | None]:
+        """Attend from x [b t d] to itself, or to the memory [b k d], which the cache then holds for good.
+
+        bare  leave the bias of the last product to the caller, where that is faster
+        """
         query = self._split(self.query(x))  # [b h t e]
         key, value = self._look_back(x, cache) if memory is None else self._look_up(memory, cache)
         dropout = self.dropout if self.training else 0.0
         mixed, weights = attend(self, query, key, value, mask, dropout=dropout)  # [b t h e]
-        return self.out(mixed.flatten(2)), weights
+        mixed = mixed.flatten(2)
+        return (multiply(self.out, mixed) if bare else self.out(mixed)), weights
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [b h n e]
@@ -620,12 +643,9 @@ class PyramidionDecoderLayer(GradientCheckpointingLayer):
     ) -> Tensor:
         x, _ = through(
             x,
-            (self.attention_residual, lambda x: self.attention(x, mask, cache=past_key_values)),
-            (
-                self.cross_attention_residual,
-                lambda x: self.cross_attention(x, memory_mask, memory, cache=past_key_values),
-            ),
-            (self.feed_forward_residual, self.feed_forward),
+            (self.attention_residual, bare(self.attention, mask, cache=past_key_values)),
+            (self.cross_attention_residual, bare(self.cross_attention, memory_mask, memory, cache=past_key_values)),
+            (self.feed_forward_residual, bare(self.feed_forward)),
             pre_norm=self.pre_norm,
         )
         return x

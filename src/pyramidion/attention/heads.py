@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyramidion.attention.layout import Layout
+from pyramidion.kernels.functions import multiply
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -54,14 +55,18 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, layout: Layout, attend: Attend = fused) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, layout: Layout, attend: Attend = fused, *, bare: bool = False
+    ) -> tuple[Any, Tensor | None]:
         """Mix blocks x [B m d] -> [B m d], and the weights where `attend` gives them.
 
         attend  dot-product attention by any implementation, with the arguments of `eager`
+        bare    leave the bias of the last product to the caller, as `multiply` does
         """
         query, key, value = self.project(x)  # [B m h e]
         mixed, weights = self.mix(query, key, value, layout, attend)  # [B m h e]
-        return self.out(mixed.flatten(2)), weights
+        mixed = mixed.flatten(2)
+        return (multiply(self.out, mixed) if bare else self.out(mixed)), weights
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Turn x [B m d] into queries, keys and values [B m h e]."""

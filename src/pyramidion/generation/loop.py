@@ -23,7 +23,7 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from pyramidion import modeling_pyramidion as modeling
-from pyramidion.generation import resident
+from pyramidion.generation import fused
 from pyramidion.generation.search import Beam, Greedy, Rules, Search
 from pyramidion.generation.step import Decoder, compute_dtype
 
@@ -154,7 +154,8 @@ class Pace:
     bucket  positions that the first steps attend to; the next bucket is this many more, or twice as many if it doubles
     check   steps between two looks at whether all have ended
     kept    sets of buffers, and of graphs, that are kept for a model
-    stays   whether a step is one launch of programs that wait for each other, where it can be
+    turns   steps that are captured together
+    fused   whether kernels of our own compute a step, where they can
     """
 
     grain: tuple[int, int] = (1, 1)
@@ -162,7 +163,8 @@ class Pace:
     doubles: bool = False
     check: int = 1
     kept: int = 0
-    stays: bool = False
+    turns: int = 1
+    fused: bool = False
 
     def length(self, position: int, limit: int) -> int:
         """Give how many positions a step at this one attends to."""
@@ -172,7 +174,7 @@ class Pace:
         return min(length, limit - 1)
 
 
-PACES = {"cuda": Pace(grain=(4, 64), bucket=64, doubles=True, check=16, kept=4)}
+PACES = {"cuda": Pace(grain=(4, 64), bucket=64, doubles=True, check=16, kept=4, turns=8, fused=True)}
 
 
 def up(count: int, grain: int) -> int:
@@ -189,9 +191,9 @@ class Writer:
         kind: type[Search] = Greedy if rules.beams == 1 else Beam
         self.pace = PACES.get(model.device.type, Pace())
         self.search = kind(rules, b, model.config.vocab_size, model.device)
-        stays = self.pace.stays and resident.serves(model, self.search)
-        self.decoder = (resident.ResidentDecoder if stays else Decoder)(model, self.search, k, masked=masked)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        ours = self.pace.fused and fused.serves(model, self.search, k)
+        self.decoder = (fused.FusedDecoder if ours else Decoder)(model, self.search, k, masked=masked)
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def write(
@@ -210,23 +212,19 @@ class Writer:
 
     def _go_on(self, position: int, limit: int) -> int:
         """Write some tokens, and say how many."""
-        if self.decoder.strides:
-            turns = min(self.pace.check, limit - 1 - position)
-            self.decoder.stride(turns)
-            return turns
-        self._step(self.pace.length(position, limit))
-        return 1
-
-    def _step(self, length: int) -> None:
+        length, turns = self.pace.length(position, limit), self.pace.turns
+        if self.pool is None or position + turns > length:
+            turns = 1
         if self.pool is None:
             self.decoder.step(length)
-            return
-        if length not in self.graphs:
-            self.graphs[length] = self._capture(length)
-        self.graphs[length].replay()
+            return turns
+        if (length, turns) not in self.graphs:
+            self.graphs[length, turns] = self._capture(length, turns)
+        self.graphs[length, turns].replay()
+        return turns
 
-    def _capture(self, length: int) -> torch.cuda.CUDAGraph:
-        """Capture a step; one that runs before, so that all kernels are there, leaves nothing behind."""
+    def _capture(self, length: int, turns: int) -> torch.cuda.CUDAGraph:
+        """Capture some steps; one that runs before, so that all kernels are there, leaves nothing behind."""
         state = [buffer.clone() for buffer in self.search.moving()]
         side = torch.cuda.Stream()  # of the current device, which is the model's
         side.wait_stream(torch.cuda.current_stream())
@@ -238,7 +236,8 @@ class Writer:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=side, capture_error_mode="thread_local"):
-            self.decoder.step(length)
+            for _ in range(turns):
+                self.decoder.step(length)
         return graph
 
 

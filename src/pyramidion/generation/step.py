@@ -94,10 +94,6 @@ class Block:
         """List the linear maps, in the order of their use."""
         return (getattr(self, name) for name in PRODUCTS)
 
-    def parts(self, kind: str) -> list[Tensor]:
-        """List their weights, or their biases."""
-        return [getattr(dense, kind) for dense in self.products()]
-
     def tensors(self) -> Iterator[Tensor]:
         """List the weights that may be copies of the model's."""
         for dense in self.products():
@@ -190,15 +186,6 @@ class Decoder:
         """Bring the weights into the form in which so many rows are multiplied fastest: they change no more."""
         self.layers = [block.by_columns() for block in self.blocks] if turns(self.head, rows) else self.blocks
         self.project = projection(self.head, rows)
-
-    @property
-    def strides(self) -> bool:
-        """Tell whether many tokens can be written at once."""
-        return False
-
-    def stride(self, turns: int) -> None:
-        """Write so many tokens."""
-        raise NotImplementedError
 
     def step(self, length: int) -> None:
         """Write one token; the texts have fewer than `length`, start token counted, or as many."""

@@ -4,22 +4,17 @@ One draw of Philox (4 x 32 bits, 7 rounds) decides for 8 neighbours by 16 bits e
 access, so nobody draws twice. A rate is therefore a multiple of 1/65536, and what is kept is scaled by exactly that.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyramidion.kernels.launching import launch
-
 PARTS = 8  # neighbours that share a draw
-LANES = 256  # draws of a program
 
 
 @triton.jit
 def keeps(seed, draw, part, threshold):
-    """Decide which elements stay: those of `part` [1 8], 0 to 7, of each `draw` [n 1] -> [n 8]."""
+    """Decide which elements stay: those of `part` [1 1 8], 0 to 7, of each `draw` [r n 1] -> [r n 8]."""
     one, two, three, four = tl.randint4x(seed, draw, n_rounds=7)
     pair = part // 2
     word = tl.where(pair == 0, one, tl.where(pair == 1, two, tl.where(pair == 2, three, four)))
@@ -40,11 +35,3 @@ def scale(rate: float) -> float:
 def new_seed(device: torch.device) -> Tensor:
     """Draw a seed [1] from torch's generator of that device, without waiting for it."""
     return torch.randint(1 << 62, (1,), device=device)
-
-
-def launch_by_draws(kernel: Any, first: Tensor, *others: Tensor, dropout: float) -> None:
-    """Launch a kernel over all numbers of a tensor, 8 by each draw, if there are any."""
-    size = first.numel()
-    if size:
-        options = size, threshold(dropout), scale(dropout)
-        launch(kernel, (triton.cdiv(size, PARTS * LANES),), first, *others, *options, LANES=LANES, num_warps=8)

@@ -1,4 +1,4 @@
-"""The decoder as one launch: the logits of the decoder in torch's operations, and its tokens, at odd sizes."""
+"""The decoder in few launches: the logits of the decoder in torch's operations, and its tokens, at odd sizes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from pyramidion.generation import engine, loop, resident
-from pyramidion.generation.resident import ResidentDecoder
+from pyramidion.generation import engine, fused, loop
+from pyramidion.generation.fused import FusedDecoder
 from pyramidion.generation.search import Beam, Greedy, Rules, Search
 from pyramidion.generation.step import Decoder
 from test_engine import assert_equal, make_documents, make_model
@@ -29,25 +29,22 @@ def make_search(documents: int = 2, beams: int = 1, limit: int = 9, **rules: Any
 
 
 def make_decoders(
-    model: Any, *, documents: int = 2, beams: int = 1, masked: bool = True, splits: int = 1, **rules: Any
-) -> tuple[Decoder, ResidentDecoder]:
+    model: Any, *, documents: int = 2, beams: int = 1, masked: bool = True, **rules: Any
+) -> tuple[Decoder, FusedDecoder]:
     """Make both kinds of decoder, with the same memory before them."""
     model = model.to(DEVICE)
     memory = torch.randn(documents, K, model.config.hidden_size, device=DEVICE).to(model.dtype)
-    mask = torch.arange(K, device=DEVICE) < torch.tensor([6, K][:documents], device=DEVICE)[:, None]
+    lengths = torch.tensor([6, K], device=DEVICE).repeat(documents)[:documents]
+    mask = torch.arange(K, device=DEVICE) < lengths[:, None]
     made = []
-    for kind in (Decoder, ResidentDecoder):
+    for kind in (Decoder, FusedDecoder):
         decoder = kind(model, make_search(documents, beams, **rules), K, masked=masked)
         decoder.read(model, memory, mask if masked else None)
         made.append(decoder)
-    if not GPU:
-        made[1].launcher.splits = splits
-        size = made[1].launcher.floats.numel() + documents * model.config.num_attention_heads * splits * 16 * 18
-        made[1].launcher.floats = torch.zeros(size)
     return made[0], made[1]
 
 
-def assert_same_logits(plain: Decoder, one: ResidentDecoder, steps: int = 2, tolerance: float = 2e-5) -> None:
+def assert_same_logits(plain: Decoder, one: FusedDecoder, steps: int = 2, tolerance: float = 2e-5) -> None:
     """Compare logits step by step, and let both searches go on by the same ones."""
     for _ in range(steps):
         expected, given = plain.logits(8), one.logits(8)
@@ -69,17 +66,30 @@ def test_beams_see_their_own_past():
     torch.testing.assert_close(one.cache, plain.cache, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
 @torch.inference_mode()
-def test_heads_may_be_shared_out(monkeypatch: pytest.MonkeyPatch):
-    """Parts of a softmax are put together, empty ones too."""
+def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
+    """Parts of a softmax are put together, where masks leave some empty too."""
     from pyramidion.kernels import decoding
 
-    if not GPU:
-        monkeypatch.setattr(decoding, "KEYS", type(decoding.KEYS)(4))  # several tiles of 11 representations
-    plain, one = make_decoders(make_model(), splits=4)
-    assert_same_logits(plain, one)
-    assert not one.launcher.ints[:64].any()
-    assert not one.launcher.ints[-6:].any()
+    monkeypatch.setattr(decoding, "KEYS", 2)
+    monkeypatch.setattr(decoding, "CROWD", 100)
+    plain, one = make_decoders(make_model(), beams=beams)
+    assert one.launcher.splits == 8  # of 11 representations, by two
+    assert_same_logits(plain, one, 3)
+    assert not one.launcher.arrivals.any()
+
+
+@torch.inference_mode()
+def test_many_rows_are_several_programs():
+    plain, one = make_decoders(make_model("transpooler", seed=3, end=2.0), documents=35, ends=(2, 7))
+    assert one.launcher.blocks == 2
+    torch.testing.assert_close(one.logits(8), plain.logits(8), rtol=2e-5, atol=2e-5)
+    for decoder in (plain, one):
+        decoder.step(8)
+    for kept, expected in zip(one.search.moving(), plain.search.moving(), strict=True):
+        if kept is not one.search.origin:  # greedy texts have one past
+            assert torch.equal(kept, expected)
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 40, "num_attention_heads": 2, "intermediate_size": 300}])
@@ -105,15 +115,14 @@ def test_half_precision_is_as_near_as_single_operations(dtype: torch.dtype):
 
 @pytest.mark.parametrize("rules", [{"ends": (2, 7), "floor": 3}, {}], ids=["ends", "none"])
 @torch.inference_mode()
-def test_many_tokens_are_taken_in_one_launch(rules: dict[str, Any]):
+def test_a_launch_takes_the_likeliest_token(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     plain, one = make_decoders(make_model("transpooler", seed=3, end=2.0), **rules)
+    monkeypatch.setattr(one.search, "choose", None)
     for _ in range(4):
         plain.step(8)
-    assert one.strides
-    one.stride(3)
-    one.stride(1)
+        one.step(8)
     for kept, expected in zip(one.search.moving(), plain.search.moving(), strict=True):
-        if kept is not one.search.origin:  # greedy texts have one past
+        if kept is not one.search.origin:
             assert torch.equal(kept, expected)
 
 
@@ -133,30 +142,51 @@ def test_new_weights_are_seen():
     [{"ngram": 2}, {"repetition": 1.2}, {"first": (4,)}, {"last": (2,)}, {"beams": 2}],
     ids=["ngram", "repetition", "first", "last", "beams"],
 )
+@torch.inference_mode()
 def test_other_rules_are_left_to_the_search(rules: dict[str, Any]):
-    decoder = ResidentDecoder(make_model().to(DEVICE), make_search(**rules), K)
-    assert not decoder.strides
+    plain, one = make_decoders(make_model(), **rules)
+    for _ in range(3):
+        plain.step(8)
+        one.step(8)
+    for kept, expected in zip(one.search.moving(), plain.search.moving(), strict=True):
+        torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "documents"),
-    [({"activation_function": "gelu"}, 3), ({}, 33), ({"hidden_size": 1032}, 1), ({"dtype": torch.float64}, 1)],
-    ids=["activation", "rows", "width", "precision"],
-)
-def test_what_does_not_fit_is_not_served(changes: dict[str, Any], documents: int):
+    "changes", [{"activation_function": "gelu"}, {"hidden_size": 1032}, {"dtype": torch.float64}],
+    ids=["activation", "width", "precision"],
+)  # fmt: skip
+def test_what_is_not_known_is_not_served(changes: dict[str, Any]):
     dtype = changes.pop("dtype", torch.float32)
-    model = make_model(**changes).to(DEVICE, dtype)
-    assert not resident.serves(model, make_search(documents))
-    assert resident.serves(make_model().to(DEVICE), make_search(32))
+    assert not fused.serves(make_model(**changes).to(DEVICE, dtype), make_search(), K)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "documents", "k", "faster"),
+    [
+        (torch.bfloat16, 8, 512, True),
+        (torch.bfloat16, 17, 9, False),
+        (torch.float16, 8, 1025, False),
+        (torch.float32, 8, 9, False),
+    ],
+    ids=["few", "rows", "keys", "single"],
+)
+def test_sizes_at_which_torch_is_faster_are_left_to_it(
+    dtype: torch.dtype, documents: int, k: int, faster: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fused.launching, "interpreted", lambda: False)
+    model = make_model().to(dtype)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert fused.serves(model, make_search(documents), k) == faster
 
 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_summaries_are_the_same(beams: int):
-    loop.PACES[DEVICE] = loop.Pace(stays=True, check=2, kept=2)
+    loop.PACES[DEVICE] = loop.Pace(fused=True, check=2, kept=2)
     model = make_model("both", seed=2, end=2.5, activation_function="relu").to(DEVICE)
     documents = tuple(part.to(DEVICE) for part in make_documents([33, 5]))
     assert_equal(model, documents, num_beams=beams, max_new_tokens=5)
-    assert isinstance(next(iter(loop._KEPT[model].values())).decoder, ResidentDecoder)
+    assert isinstance(next(iter(loop._KEPT[model].values())).decoder, FusedDecoder)
 
 
 @pytest.fixture(autouse=True)
@@ -183,22 +213,25 @@ def deep_model(**changes: Any) -> Any:
     return PyramidionForConditionalGeneration(PyramidionConfig(**{**sizes, **deep, **changes})).cuda().eval()
 
 
-def written(model: Any, documents: tuple[Tensor, Tensor], stays: bool, **options: Any) -> Tensor:
-    loop.PACES["cuda"] = loop.Pace(grain=(4, 64), bucket=64, doubles=True, check=16, kept=4, stays=stays)
+def written(model: Any, documents: tuple[Tensor, Tensor], ours: bool, **options: Any) -> Tensor:
+    loop.PACES["cuda"] = loop.Pace(grain=(4, 64), bucket=64, doubles=True, check=16, kept=4, turns=8, fused=ours)
     loop.forget(model)
     return engine.generate(model, *documents, GenerationConfig(**options))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pre_norm", [False, True])
-@pytest.mark.parametrize(("documents", "beams"), [(8, 1), (1, 1), (32, 1), (8, 2), (3, 4)])
-def test_deep_models_write_the_same_in_single_precision(pre_norm: bool, documents: int, beams: int):
+@pytest.mark.parametrize(("documents", "beams"), [(8, 1), (1, 1), (40, 1), (8, 2), (3, 4)])
+def test_deep_models_write_the_same_in_single_precision(
+    pre_norm: bool, documents: int, beams: int, monkeypatch: pytest.MonkeyPatch
+):
     torch.backends.cuda.matmul.allow_tf32 = False
     model = deep_model(pre_norm=pre_norm, decoder_positions=True)
     tokens = torch.randint(3, 32000, (documents, 512), device="cuda")
     mask = torch.arange(512, device="cuda") < torch.randint(200, 513, (documents, 1), device="cuda")
     options = {"num_beams": beams, "min_new_tokens": 100, "max_new_tokens": 100}
-    plain, one = (written(model, (tokens, mask), stays, **options) for stays in (False, True))
+    monkeypatch.setattr(fused, "serves", lambda *_: True)
+    plain, one = (written(model, (tokens, mask), ours, **options) for ours in (False, True))
     assert (plain == one).float().mean() > 0.99  # sums in another order may decide a tie
 
 
@@ -211,5 +244,4 @@ def test_launches_leave_nothing_behind():
     first = written(model, (tokens, mask), True, **options)
     for _ in range(3):
         assert torch.equal(engine.generate(model, tokens, mask, GenerationConfig(**options)), first)
-    launcher = next(iter(loop._KEPT[model].values())).decoder.launcher
-    assert not launcher.ints[:64].any()
+    assert not next(iter(loop._KEPT[model].values())).decoder.launcher.arrivals.any()
