@@ -46,9 +46,9 @@ class FusedDecoder(Decoder):
         config = model.config
         self.growth = config.hidden_size**0.5
         self.launcher = Launcher(
-            search.running, search.origin, search.position,
+            search.running, search.origin, search.position, len(self.head),
             d=config.hidden_size, heads=self.heads, inner=config.intermediate_size, dtype=self.dtype,
-            keys=max(k, search.rules.limit - 1), eps=float(self.blocks[0].residuals[0].norm.eps), pre=self.pre,
+            eps=float(self.blocks[0].residuals[0].norm.eps), pre=self.pre,
         )  # fmt: skip
         self.result = torch.zeros(self.launcher.rows, len(self.head), dtype=self.dtype, device=model.device)
 
@@ -84,13 +84,13 @@ class FusedDecoder(Decoder):
             product = block.attention
             launcher.enter(own if self.pre else norm, product.weight, product.bias, launcher.query, cache=cache)
             launcher.attend(cache[0], cache[1], length=length)
-            launcher.add(launcher.mixed, block.attention_out.weight, block.attention_out.bias)
+            launcher.gather(block.attention_out.weight, block.attention_out.bias)
             launcher.enter(cross if self.pre else own, block.cross.weight, block.cross.bias, launcher.query)
             launcher.attend(memory[0], memory[1], mask=mask)
-            launcher.add(launcher.mixed, block.cross_out.weight, block.cross_out.bias)
+            launcher.gather(block.cross_out.weight, block.cross_out.bias)
             product = block.widen
             launcher.enter(dense if self.pre else cross, product.weight, product.bias, launcher.hidden, relu=True)
-            launcher.add(launcher.hidden, block.narrow.weight, block.narrow.bias)
+            launcher.narrow(block.narrow.weight, block.narrow.bias)
             norm = dense
         last = norm if self.norm is None else _pair(self.norm)
         assert last is not None

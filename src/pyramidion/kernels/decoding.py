@@ -1,13 +1,15 @@
 """A decoder's next token in few launches: a product with all that stands before and behind it is one kernel.
 
-At a few rows a product only has to stream its weights, which takes less time than a kernel takes to begin and to end.
-So there are eight launches a layer, and each one begins while the one before it still computes: it fetches its weights,
-and waits only then for what it multiplies them by (`AHEAD`).
+At a few rows a product only has to stream its weights, which takes less time than a chain of kernels takes to hand its
+numbers on. So there are eight launches a layer, and each one begins while the one before it ends: it fetches its
+weights, and waits only then for what it multiplies them by (`AHEAD`).
 
     embed | norm, queries keys values | attend | out | norm, queries | attend | out | norm, widen | narrow | ... | head
 
-The sum of all sublayers so far (`stream`) and what the next one is added to (`base`) are float32; every other number is
-as wide as the weights. Rows are texts: the beams of a document one after the other.
+The stream, the sum of all sublayers so far, is float32; every other number is as wide as the weights. Where a sublayer
+is entered by a norm, and this is what it is added to, the norm is not stored: its mean and spread are, and whoever adds
+computes it again. Rows are texts: the beams of a document one after the other. Products are taken as weight @ x, since
+the tensor cores take 8 columns, but no fewer than 16 rows.
 """
 
 from typing import Any
@@ -20,20 +22,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pyramidion.kernels.launching import interpreted, launch, processors
 
-PARTS = tl.constexpr(8)  # of a sum, one a warp
+WARPS = 8  # of a product, which each sum a part of it
 NONE = tl.constexpr(2147483647)  # a token that comes after all others
 ROWS = 32  # that a program multiplies at most
 COLUMNS, HEAD = 1024, 128  # widest stream, widest head
 FEW, MANY = 16, 32  # columns of a product that a program computes at once
-KEYS = 64  # that a program attends to at once
-CROWD = 4  # programs of a multiprocessor that attend, where there are keys for so many
-
-
-@triton.jit
-def begin(AHEAD: tl.constexpr):
-    """Let the next launch begin."""
-    if AHEAD:
-        gdc_launch_dependents()
+TOKENS, CHUNK = 64, 128  # logits that a program computes, from so many columns at once
+KEYS = 128  # that a program attends to at once
+SPLITS = 4  # programs that share the keys of a head, at most
+CROWD = 2  # programs of a multiprocessor that attend, where there are keys for so many
 
 
 @triton.jit
@@ -43,87 +40,90 @@ def wait(AHEAD: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def end(AHEAD: tl.constexpr):
+    """Let the next launch begin."""
+    if AHEAD:
+        gdc_launch_dependents()
+
+
 # ------------------------------------------------------------------------------------------------------- the products
 
 
 @triton.jit
-def read(source, first, start, rows, K: tl.constexpr, M: tl.constexpr, PART: tl.constexpr):
-    """Load M rows of [rows K] from row `first` and column `start` on -> [PARTS M PART]."""
-    row = first + tl.arange(0, M)[None, :, None]
-    column = start + tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    return tl.load(source + row * K + column, mask=(row < rows) & (column < K), other=0.0)
+def places(start, PARTS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, K: tl.constexpr):
+    """Number K columns in parts of STEP, from `start` on -> [PARTS 1 PART], and which there are."""
+    lane = tl.arange(0, PART)[None, None, :]
+    column = start + tl.arange(0, PARTS)[:, None, None] * STEP + lane
+    return column, (lane < STEP) & (column < K)
 
 
 @triton.jit
-def read_weight(weight, tile, start, OUT: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PART: tl.constexpr):
-    """Load N rows of a weight [OUT K] from column `start` on -> [PARTS PART N]."""
-    out = (tl.arange(0, N) + tile * N)[None, None, :]
-    into = start + tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, :, None]
-    return tl.load(weight + out * K + into, mask=(out < OUT) & (into < K), other=0.0)
+def read(
+    matrix, first, height, start,
+    K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Load N rows of a matrix [height K] from row `first` on -> [PARTS N PART]."""
+    row = first + tl.arange(0, N)[None, :, None]
+    column, there = places(start, PARTS, STEP, PART, K)
+    return tl.load(matrix + row * K + column, mask=there & (row < height), other=0.0)
 
 
 @triton.jit
-def times(x, factor):
-    """Multiply x [PARTS M PART] by [PARTS PART N] -> float32 [PARTS M N].
+def times(weight, x):
+    """Multiply weight [PARTS N PART] by x [PARTS R PART] -> float32 [PARTS N R].
 
     Each warp sums a part of its own: one after the other, products would wait longer for each other than for memory.
     """
-    return tl.dot(x, factor, input_precision="ieee")
+    return tl.dot(weight, tl.permute(x, (0, 2, 1)), input_precision="ieee")
 
 
 @triton.jit
-def read_normed(
-    stream, gain, offset, first, rows, eps,
-    D: tl.constexpr, M: tl.constexpr, PART: tl.constexpr, PLAIN: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Wait for M rows of the stream -> themselves and their norm (PLAIN: themselves), float32 [PARTS M PART]."""
-    column = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    if not PLAIN:
-        weight = tl.load(gain + column, mask=column < D, other=0.0).to(tl.float32)
-        bias = tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)
-    wait(AHEAD)
-    total = read(stream, first, 0, rows, D, M, PART)
-    normed = total
-    if not PLAIN:
-        mean = tl.sum(tl.sum(total, 2), 0) / D  # [M]
-        centred = tl.where(column < D, total - mean[None, :, None], 0.0)
-        spread = 1.0 / tl.sqrt(tl.sum(tl.sum(centred * centred, 2), 0) / D + eps)
-        normed = centred * spread[None, :, None] * weight + bias
-    return total, normed
+def measure(total, there, eps, D: tl.constexpr):
+    """Give mean and spread [R] of rows [PARTS R PART], of which D numbers are there."""
+    mean = tl.sum(tl.sum(total, 0), 1) / D
+    centred = tl.where(there, total - mean[None, :, None], 0.0)
+    return mean, 1.0 / tl.sqrt(tl.sum(tl.sum(centred * centred, 0), 1) / D + eps)
 
 
 @triton.jit(do_not_specialize=["rows", "documents"])
 def decode_enter(
-    stream, base, gain, offset, weight, bias, result, cache, place, rows, documents, eps,
+    stream, stats, gain, offset, weight, bias, result, cache, place, rows, documents, eps,
     D: tl.constexpr, OUT: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, PART: tl.constexpr,
-    PRE: tl.constexpr, PLAIN: tl.constexpr, RELU: tl.constexpr, FILLS: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    NORMED: tl.constexpr, RELU: tl.constexpr, FILLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Enter a sublayer: normalise the stream, put what the sublayer is added to aside, and multiply.
+    """Enter a sublayer: normalise the stream and multiply it.
 
     FILLS: the first D columns are queries, the others keys and values, which go to the cache [2 b h t beams e].
     """
-    begin(AHEAD)
-    tile, first = tl.program_id(0), tl.program_id(1) * M
+    tile, first = tl.program_id(0), tl.program_id(1) * R
     kind: tl.constexpr = weight.dtype.element_ty
-    factor = read_weight(weight, tile, 0, OUT, D, N, PART)
-    out = (tl.arange(0, N) + tile * N)[None, :]
+    factor = read(weight, tile * N, OUT, 0, D, N, PARTS, PART, PART)
+    out = (tl.arange(0, N) + tile * N)[:, None]
     shift = tl.load(bias + out, mask=out < OUT, other=0.0).to(tl.float32)
-    total, normed = read_normed(stream, gain, offset, first, rows, eps, D, M, PART, PLAIN, AHEAD)
-    x = normed.to(kind)
-
-    row = first + tl.arange(0, M)[None, :, None]
-    column = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    mine = (row < rows) & (column < D) & (column // N == tile)
-    tl.store(base + row * D + column, total if PRE else x.to(tl.float32), mask=mine)
-
-    product = tl.sum(times(x, factor), 0) + shift  # [M N]
+    column, there = places(0, PARTS, PART, PART, D)
+    if NORMED:
+        gains = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
+        offsets = tl.load(offset + column, mask=there, other=0.0).to(tl.float32)
+    wait(AHEAD)
+    position = tl.load(place)
+    x = read(stream, first, rows, 0, D, R, PARTS, PART, PART)
+    if NORMED:
+        mean, spread = measure(x, there, eps, D)
+        if tile == 0:
+            row = first + tl.arange(0, R)
+            tl.store(stats + 2 * row, mean, mask=row < rows)
+            tl.store(stats + 2 * row + 1, spread, mask=row < rows)
+        x = tl.where(there, (x - mean[None, :, None]) * spread[None, :, None] * gains + offsets, 0.0)
+    product = tl.sum(times(factor, x.to(kind)), 0) + shift  # [N R]
     product = (tl.maximum(product, 0.0) if RELU else product).to(kind)
-    text = first + tl.arange(0, M)[:, None]
+    end(AHEAD)
+    text = first + tl.arange(0, R)[None, :]
     inside = (text < rows) & (out < OUT)
     if FILLS:
         E: tl.constexpr = D // HEADS
-        lane, position = out % D, tl.load(place)
+        lane = out % D
         tl.store(result + text * D + out, product, mask=inside & (out < D))
         spot = (out // D - 1) * documents.to(tl.int64) * HEADS + text // BEAMS * HEADS + lane // E
         spot = (spot * (LIMIT - 1) + position) * BEAMS + text % BEAMS
@@ -132,101 +132,144 @@ def decode_enter(
         tl.store(result + text * OUT + out, product, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def decode_add(
-    source, weight, bias, base, stream, rows,
-    D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PART: tl.constexpr, AHEAD: tl.constexpr,
+@triton.jit
+def entered(
+    stream, stats, gain, offset, column, row, rows, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr
 ):  # fmt: skip
-    """Leave a sublayer: the stream is base + source [rows K] @ weight [D K] + bias."""
-    begin(AHEAD)
-    tile, first = tl.program_id(0), tl.program_id(1) * M
-    row, column = first + tl.arange(0, M)[:, None], (tl.arange(0, N) + tile * N)[None, :]
-    inside = (row < rows) & (column < D)
+    """Load what a sublayer was entered with, the stream or (NORMED) its norm -> float32 [N R]."""
+    before = tl.load(stream + row * D + column, mask=(column < D) & (row < rows), other=0.0)
+    if NORMED:
+        mean = tl.load(stats + 2 * row, mask=row < rows, other=0.0)
+        spread = tl.load(stats + 2 * row + 1, mask=row < rows, other=0.0)
+        gains = tl.load(gain + column, mask=column < D, other=0.0).to(tl.float32)
+        offsets = tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)
+        before = ((before - mean) * spread * gains + offsets).to(KIND).to(tl.float32)
+    return before
+
+
+@triton.jit(do_not_specialize=["rows"])
+def decode_narrow(
+    source, weight, bias, stream, stats, gain, offset, rows,
+    D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    NORMED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Leave a feed-forward network: add source [rows K] @ weight [D K] + bias."""
+    tile, first = tl.program_id(0), tl.program_id(1) * R
+    row, column = first + tl.arange(0, R)[None, :], (tl.arange(0, N) + tile * N)[:, None]
     shift = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
-    factor = read_weight(weight, tile, 0, D, K, N, PART)
+    kind: tl.constexpr = weight.dtype.element_ty
     wait(AHEAD)
-    before = tl.load(base + row * D + column, mask=inside, other=0.0)
-    summed = times(read(source, first, 0, rows, K, M, PART), factor)
-    for start in range(PARTS * PART, K, PARTS * PART):
-        summed += times(read(source, first, start, rows, K, M, PART), read_weight(weight, tile, start, D, K, N, PART))
-    change = (tl.sum(summed, 0) + shift).to(source.dtype.element_ty)  # as wide as a product by itself would be
-    tl.store(stream + row * D + column, before + change.to(tl.float32), mask=inside)
+    before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
+    summed = tl.zeros([PARTS, N, R], tl.float32)
+    for start in range(0, K, PARTS * PART):
+        factor = read(weight, tile * N, D, start, K, N, PARTS, PART, PART)
+        summed += times(factor, read(source, first, rows, start, K, R, PARTS, PART, PART))
+    change = (tl.sum(summed, 0) + shift).to(kind)  # as wide as a product by itself would be
+    end(AHEAD)
+    tl.store(stream + row * D + column, before + change.to(tl.float32), mask=(column < D) & (row < rows))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def decode_gather(
+    parts, levels, weight, bias, stream, stats, gain, offset, rows,
+    D: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, MOST: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Leave an attention: put what programs found together, and add that @ weight [D D] + bias.
+
+    parts   [SPLITS rows D]      what each program found
+    levels  [SPLITS rows HEADS]  logarithm of its share
+    """
+    E: tl.constexpr = D // HEADS
+    tile, first = tl.program_id(0), tl.program_id(1) * R
+    kind: tl.constexpr = weight.dtype.element_ty
+    factor = read(weight, tile * N, D, 0, D, N, PARTS, E, WIDTH)
+    row, column = first + tl.arange(0, R)[None, :], (tl.arange(0, N) + tile * N)[:, None]
+    shift = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
+    wait(AHEAD)
+    before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
+    if MOST == 1:
+        x = read(parts, first, rows, 0, D, R, PARTS, E, WIDTH)
+    else:
+        split, head = tl.arange(0, MOST)[:, None, None], tl.arange(0, PARTS)[None, :, None]
+        text = first + tl.arange(0, R)[None, None, :]
+        there = (split < SPLITS) & (head < HEADS) & (text < rows)
+        level = tl.load(
+            levels + (split * rows + text) * HEADS + head, mask=there, other=float("-inf")
+        )  # [MOST PARTS R]
+        lane = tl.arange(0, WIDTH)[None, None, None, :]
+        spot = (split[:, :, :, None] * rows + text[:, :, :, None]) * D + head[:, :, :, None] * E + lane
+        found = tl.load(parts + spot, mask=there[:, :, :, None] & (lane < E), other=0.0)  # [MOST PARTS R WIDTH]
+        top = tl.max(level, 0)[None]
+        share = tl.exp(level - tl.where(top == float("-inf"), 0.0, top))
+        total = tl.sum(share, 0)[None]
+        share = share / tl.where(total == 0, 1.0, total)
+        x = tl.sum(found.to(tl.float32) * share[:, :, :, None], 0).to(kind)
+    change = (tl.sum(times(factor, x), 0) + shift).to(kind)  # [N R]
+    end(AHEAD)
+    tl.store(stream + row * D + column, before + change.to(tl.float32), mask=(column < D) & (row < rows))
 
 
 # ------------------------------------------------------------------------------------------------------ the attention
 
 
-@triton.jit(do_not_specialize=["used", "count", "share"])
-def decode_attend(
-    query, keys, values, mixed, partial, arrivals, seen, origin, place, used, count, share,
-    D: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
-    AHEAD: tl.constexpr,
+@triton.jit
+def read_keys(
+    keys, values, origin, start, used, lane,
+    E: tl.constexpr, BEAMS: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one head of one text to `share` of its keys; the last of those that share a head puts them together.
+    """Load the keys and values [N WIDTH] of a head from `start` on; of several beams, those of one's own past."""
+    at = start + tl.arange(0, N)
+    spot = at
+    if OWN and BEAMS > 1:
+        spot = at * BEAMS + tl.load(origin + at, mask=at < used, other=0).to(tl.int32)
+    where, there = spot[:, None] * E + lane[None, :], (at < used)[:, None] & (lane < E)[None, :]
+    return tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
+
+
+@triton.jit(do_not_specialize=["used", "count", "share", "rows"])
+def decode_attend(
+    query, keys, values, parts, levels, seen, origin, place, used, count, share, rows,
+    D: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
+    N: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Attend from one head of one text to `share` of its keys: what is found there, and the logarithm of its share.
 
     keys, values  [b h count e], of which the first `used` are there; OWN: [b h count beams e], up to the text's own
                   position, where `origin` [b beams LIMIT] names the beam that wrote what is one's past
     seen          [b count] whether a key is real (MASKED)
     """
-    begin(AHEAD)
+    E: tl.constexpr = D // HEADS
     group, split = tl.program_id(0), tl.program_id(1)
     row, head = group // HEADS, group % HEADS
-    document = row // BEAMS
-    lane = tl.arange(0, WIDTH)
+    document, lane = row // BEAMS, tl.arange(0, WIDTH)
+    apart = (document * HEADS + head).to(tl.int64) * count * E
+    if OWN:
+        apart *= BEAMS
     wait(AHEAD)
     if OWN:
         used = (tl.load(place) + 1).to(tl.int32)
-    sharers = tl.cdiv(used, share)
-    if split < sharers:
+    begin, last = split * share, tl.minimum(used, split * share + share)
+    keys, values, origin = keys + apart, values + apart, origin + row.to(tl.int64) * LIMIT
+    highest, total = -float("inf"), 0.0
+    summed = tl.zeros([WIDTH], tl.float32)
+    for start in range(begin, last, N):
+        key, value = read_keys(keys, values, origin, start, last, lane, E, BEAMS, N, OWN)  # on their way before x is
         x = tl.load(query + row * D + head * E + lane, mask=lane < E, other=0.0).to(tl.float32) * E**-0.5
-        apart = (document * HEADS + head).to(tl.int64) * count * E
-        if OWN:
-            apart *= BEAMS
-        highest, total = -float("inf"), 0.0
-        summed = tl.zeros([WIDTH], tl.float32)
-        for start in range(split * share, tl.minimum(used, split * share + share), N):
-            at = start + tl.arange(0, N)
-            there = at < used
-            spot = at
-            if OWN and BEAMS > 1:
-                spot = at * BEAMS + tl.load(origin + row.to(tl.int64) * LIMIT + at, mask=there, other=0).to(tl.int32)
-            where, inside = spot[:, None] * E + lane[None, :], there[:, None] & (lane < E)[None, :]
-            key = tl.load(keys + apart + where, mask=inside, other=0.0)  # [N WIDTH]
-            value = tl.load(values + apart + where, mask=inside, other=0.0)
-            if MASKED:
-                there = there & (tl.load(seen + document.to(tl.int64) * count + at, mask=there, other=0) != 0)
-            score = tl.where(there, tl.sum(key.to(tl.float32) * x[None, :], 1), -float("inf"))  # [N]
-            top = tl.maximum(highest, tl.max(score, 0))
-            known = tl.where(top == -float("inf"), 0.0, top)
-            fade, weight = tl.exp(highest - known), tl.exp(score - known)
-            summed = summed * fade + tl.sum(value.to(tl.float32) * weight[:, None], 0)
-            total, highest = total * fade + tl.sum(weight, 0), top
-        whole = True
-        if SPLITS > 1:
-            whole = sharers == 1
-            if sharers > 1:
-                mine = partial + (group * SPLITS + split) * (WIDTH + 2)
-                tl.store(mine + lane, summed)
-                tl.store(mine + WIDTH, highest)
-                tl.store(mine + WIDTH + 1, total)
-                tl.debug_barrier()
-                whole = tl.atomic_add(arrivals + group, 1, sem="acq_rel", scope="gpu") == sharers - 1
-                tl.debug_barrier()
-                if whole:
-                    tl.store(arrivals + group, 0)
-                    other = tl.arange(0, SPLITS)
-                    ours = partial + (group * SPLITS + other) * (WIDTH + 2)
-                    peak = tl.load(ours + WIDTH, mask=other < sharers, other=-float("inf"), cache_modifier=".cg")
-                    amount = tl.load(ours + WIDTH + 1, mask=other < sharers, other=0.0, cache_modifier=".cg")
-                    parts = tl.load(
-                        ours[:, None] + lane[None, :], mask=(other < sharers)[:, None], other=0.0, cache_modifier=".cg"
-                    )
-                    top = tl.max(peak, 0)
-                    grow = tl.exp(peak - tl.where(top == -float("inf"), 0.0, top))
-                    summed, total = tl.sum(parts * grow[:, None], 0), tl.sum(amount * grow, 0)
-        out = summed / tl.where(total == 0, 1.0, total)
-        tl.store(mixed + row * D + head * E + lane, out.to(mixed.dtype.element_ty), mask=(lane < E) & whole)
+        at = start + tl.arange(0, N)
+        there = at < last
+        if MASKED:
+            there = there & (tl.load(seen + document.to(tl.int64) * count + at, mask=there, other=0) != 0)
+        score = tl.where(there, tl.sum(key.to(tl.float32) * x[None, :], 1), -float("inf"))  # [N]
+        top = tl.maximum(highest, tl.max(score, 0))
+        known = tl.where(top == -float("inf"), 0.0, top)
+        fade, weight = tl.exp(highest - known), tl.exp(score - known)
+        summed = summed * fade + tl.sum(value.to(tl.float32) * weight[:, None], 0)
+        total, highest = total * fade + tl.sum(weight, 0), top
+    end(AHEAD)
+    spot, known = split * rows + row, tl.where(total == 0, 1.0, total)
+    tl.store(parts + spot * D + head * E + lane, (summed / known).to(parts.dtype.element_ty), mask=lane < E)
+    tl.store(levels + spot * HEADS + head, highest + tl.log(known))  # minus infinity where there is no key
 
 
 # ---------------------------------------------------------------------------------------------------------- the tokens
@@ -235,56 +278,74 @@ def decode_attend(
 @triton.jit(do_not_specialize=["rows"])
 def decode_embed(
     table, positions, running, stream, place, rows, growth,
-    D: tl.constexpr, LIMIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, LIMIT: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     PLACED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Put the vectors of the newest tokens into the stream, rounded wherever they are elsewhere."""
-    begin(AHEAD)
     wait(AHEAD)
     own: tl.constexpr = table.dtype.element_ty
     position = tl.load(place)
-    row = (tl.program_id(1) * M + tl.arange(0, M))[:, None]
+    row = (tl.program_id(1) * R + tl.arange(0, R))[:, None]
     column = (tl.program_id(0) * N + tl.arange(0, N))[None, :]
     inside = (row < rows) & (column < D)
-    token = tl.load(running + row.to(tl.int64) * LIMIT + position, mask=row < rows, other=0)  # [M 1]
+    token = tl.load(running + row.to(tl.int64) * LIMIT + position, mask=row < rows, other=0)  # [R 1]
     x = (tl.load(table + token * D + column, mask=inside, other=0.0).to(tl.float32) * growth).to(own)
     if PLACED:
         x = (x.to(tl.float32) + tl.load(positions + position * D + column, mask=column < D, other=0.0)).to(own)
+    end(AHEAD)
     tl.store(stream + row * D + column, x.to(WIDE).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def decode_norm(
+    stream, gain, offset, out, eps, D: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Normalise a row of the stream."""
+    row, column = tl.program_id(0), tl.arange(0, WHOLE)
+    there = column < D
+    gains = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
+    offsets = tl.load(offset + column, mask=there, other=0.0).to(tl.float32)
+    wait(AHEAD)
+    x = tl.load(stream + row * D + column, mask=there, other=0.0)
+    centred = tl.where(there, x - tl.sum(x, 0) / D, 0.0)
+    spread = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / D + eps)
+    end(AHEAD)
+    tl.store(out + row * D + column, (centred * spread * gains + offsets).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows", "floor"])
 def decode_head(
-    stream, gain, offset, weight, logits, scores, tokens, ending, place, rows, floor, eps,
-    D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PART: tl.constexpr,
+    x, weight, logits, scores, tokens, ending, place, rows, floor,
+    D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     TAKES: tl.constexpr, ENDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Give logits [rows V]; or (TAKES) the likeliest token of each program, and its logit [programs rows]."""
-    begin(AHEAD)
-    worker, programs, first = tl.program_id(0), tl.num_programs(0), tl.program_id(1) * M
+    """Give N logits of each row [rows V]; or (TAKES) the likeliest of these tokens, and its logit [programs rows]."""
+    tile, first = tl.program_id(0), tl.program_id(1) * R
     kind: tl.constexpr = weight.dtype.element_ty
-    _, normed = read_normed(stream, gain, offset, first, rows, eps, D, M, PART, False, AHEAD)
-    x = normed.to(kind)
-    text = first + tl.arange(0, M)
-    best, token = tl.full([M], float("-inf"), tl.float32), tl.full([M], NONE, tl.int32)
+    out, row = tl.arange(0, N) + tile * N, first + tl.arange(0, R)
+    wait(AHEAD)
     position = tl.load(place)
-    for tile in range(worker, tl.cdiv(V, N), programs):
-        out = (tl.arange(0, N) + tile * N)[None, :]
-        result = tl.sum(times(x, read_weight(weight, tile, 0, V, D, N, PART)), 0).to(kind)
-        if TAKES:
-            score = tl.where(out < V, result.to(tl.float32), float("-inf"))
-            if ENDS:
-                barred = (tl.load(ending + out, mask=out < V, other=0) != 0) & (position + 1 < floor)
-                score = tl.where(barred, float("-inf"), score)
-            top = tl.max(score, 1)
-            token = tl.where(top > best, tl.min(tl.where(score == top[:, None], out, NONE), 1), token)
-            best = tl.maximum(top, best)
-        else:
-            spot = text.to(tl.int64)[:, None] * V + out
-            tl.store(logits + spot, result, mask=(text < rows)[:, None] & (out < V))
+    summed = tl.zeros([N, R], tl.float32)
+    for start in range(0, D, CHUNK):
+        into = (start + tl.arange(0, CHUNK))[None, :]
+        there = into < D
+        factor = tl.load(weight + out.to(tl.int64)[:, None] * D + into, mask=(out < V)[:, None] & there, other=0.0)
+        part = tl.load(x + row[:, None] * D + into, mask=(row < rows)[:, None] & there, other=0.0)
+        summed = tl.dot(factor, tl.trans(part), summed, input_precision="ieee")
+    result = summed.to(kind)  # [N R]
+    end(AHEAD)
     if TAKES:
-        tl.store(scores + worker * rows + text, best, mask=text < rows)
-        tl.store(tokens + worker * rows + text, token, mask=text < rows)
+        score = tl.where((out < V)[:, None], result.to(tl.float32), float("-inf"))
+        if ENDS:
+            barred = (tl.load(ending + out, mask=out < V, other=0) != 0) & (position + 1 < floor)
+            score = tl.where(barred[:, None], float("-inf"), score)
+        top = tl.max(score, 0)
+        tl.store(scores + tile * rows + row, top, mask=row < rows)
+        token = tl.min(tl.where(score == top[None, :], out[:, None], NONE), 0)
+        tl.store(tokens + tile * rows + row, token, mask=row < rows)
+    else:
+        spot = row.to(tl.int64)[None, :] * V + out[:, None]
+        tl.store(logits + spot, result, mask=(row < rows)[None, :] & (out < V)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "programs", "filler"])
@@ -293,14 +354,13 @@ def decode_take(
     ALL: tl.constexpr, CROWD: tl.constexpr, LIMIT: tl.constexpr, ENDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Append the likeliest of all programs' candidates [programs rows] to each text, and note which have ended."""
-    begin(AHEAD)
     row, program = tl.arange(0, ALL), tl.arange(0, CROWD)
     wait(AHEAD)
     spot, there = program[:, None] * rows + row[None, :], (program < programs)[:, None] & (row < rows)[None, :]
     score = tl.load(scores + spot, mask=there, other=float("-inf"))
     token = tl.load(tokens + spot, mask=there, other=NONE)
-    chosen = tl.min(tl.where(score == tl.max(score, 0)[None, :], token, NONE), 0).to(tl.int64)  # [ALL]
     going, position = tl.load(live) != 0, tl.load(place)
+    chosen = tl.min(tl.where(score == tl.max(score, 0)[None, :], token, NONE), 0).to(tl.int64)  # [ALL]
     tl.store(steps, tl.load(steps) + going.to(tl.int64))
     if ENDS:
         over = tl.load(done + row, mask=row < rows, other=1) != 0
@@ -310,10 +370,13 @@ def decode_take(
         tl.store(live, (going & (tl.min(over.to(tl.int32), 0) == 0)).to(live.dtype.element_ty))
     tl.store(running + row.to(tl.int64) * LIMIT + position + 1, chosen, mask=row < rows)
     tl.debug_barrier()  # all have read the position
+    end(AHEAD)
     tl.store(place, position + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- from torch
+
+Norm = tuple[Tensor, Tensor]  # gain and offset [d]
 
 
 class Launcher:
@@ -323,46 +386,38 @@ class Launcher:
     position         [1]            of the newest tokens
     d, heads, inner  widths of the stream and within a feed-forward network, heads of an attention
     dtype            of weights, keys and values
-    keys             most keys of a text or of a document
+    pre              whether a sublayer is added to the stream itself, not to its norm
     """
 
     def __init__(
-        self, running: Tensor, origin: Tensor, position: Tensor,
-        *, d: int, heads: int, inner: int, dtype: torch.dtype, keys: int, eps: float, pre: bool,
+        self, running: Tensor, origin: Tensor, position: Tensor, vocabulary: int,
+        *, d: int, heads: int, inner: int, dtype: torch.dtype, eps: float, pre: bool,
     ) -> None:  # fmt: skip
         (documents, beams, limit), device = running.shape, running.device
         self.running, self.origin, self.position = running, origin, position
         self.documents, self.beams, self.limit, self.rows = documents, beams, limit, documents * beams
         self.d, self.heads, self.eps, self.pre, self.single = d, heads, eps, pre, dtype == torch.float32
-        self.m = min(ROWS, max(16, triton.next_power_of_2(self.rows)))
-        self.blocks = triton.cdiv(self.rows, self.m)
-        self.part = max(16, triton.next_power_of_2(triton.cdiv(d, PARTS.value)))
-        self.programs = processors(device)
-        self.crowd = triton.next_power_of_2(self.programs)
-        self.splits = triton.next_power_of_2(min(self._most(keys), triton.cdiv(keys, KEYS)))
-        groups, width = self.rows * heads, self._width
-        self.stream, self.base = torch.zeros(2, self.rows, d, device=device)
-        self.query, self.mixed = torch.zeros(2, self.rows, d, dtype=dtype, device=device)
+        self.block = min(ROWS, max(8, triton.next_power_of_2(self.rows)))
+        self.blocks = triton.cdiv(self.rows, self.block)
+        self.width = max(16, triton.next_power_of_2(d // heads))
+        self.most = max(1, min(SPLITS, CROWD * processors(device) // (self.rows * heads)))
+        self.split = 1  # programs that shared the keys of the last attention
+        self.candidates = triton.cdiv(vocabulary, TOKENS)
+        self.norm: Norm | None = None  # what the sublayer was entered with, unless it is the stream
+        self.stream = torch.zeros(self.rows, d, device=device)
+        self.stats = torch.zeros(self.rows, 2, device=device)
+        self.query = torch.zeros(self.rows, d, dtype=dtype, device=device)
         self.hidden = torch.zeros(self.rows, inner, dtype=dtype, device=device)
-        self.partial = torch.zeros(groups * self.splits * (width + 2) if self.splits > 1 else 1, device=device)
-        self.arrivals = torch.zeros(groups, dtype=torch.int32, device=device)
-        self.scores = torch.zeros(self.programs, self.rows, device=device)
-        self.tokens = torch.zeros(self.programs, self.rows, dtype=torch.int32, device=device)
-        self.ahead = not interpreted()
-
-    @property
-    def _width(self) -> int:
-        return max(16, triton.next_power_of_2(self.d // self.heads))
-
-    def _most(self, keys: int) -> int:
-        """Say how many programs share a head at most: as many as run at once, but each has something to do."""
-        return max(1, min(CROWD * self.programs // (self.rows * self.heads), 64), triton.cdiv(keys, 64 * KEYS))
+        self.parts = torch.zeros(self.most, self.rows, d, dtype=dtype, device=device)
+        self.levels = torch.zeros(self.most, self.rows, heads, device=device)
+        self.scores = torch.zeros(self.candidates, self.rows, device=device)
+        self.tokens = torch.zeros(self.candidates, self.rows, dtype=torch.int32, device=device)
 
     def _run(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        options = {"num_warps": PARTS.value, "AHEAD": self.ahead} | options
-        if self.ahead:
+        ahead = not interpreted()
+        if ahead:
             options["launch_pdl"] = True
-        launch(kernel, grid, *arguments, **options)
+        launch(kernel, grid, *arguments, AHEAD=ahead, **{"num_warps": WARPS, **options})
 
     def embed(self, table: Tensor, positions: Tensor | None, growth: float, wide: torch.dtype) -> None:
         """Begin with the newest tokens: their rows of a table [v d] times `growth`, and of positions [t d]."""
@@ -370,54 +425,69 @@ class Launcher:
         self._run(
             decode_embed, (triton.cdiv(self.d, columns), self.blocks),
             table, positions if placed else table, self.running, self.stream, self.position, self.rows, growth,
-            D=self.d, LIMIT=self.limit, M=self.m, N=columns, PLACED=placed, WIDE=_kind(wide), num_warps=4,
+            D=self.d, LIMIT=self.limit, R=self.block, N=columns, PLACED=placed, WIDE=_kind(wide), num_warps=4,
         )  # fmt: skip
 
     def enter(
-        self, norm: tuple[Tensor, Tensor] | None, weight: Tensor, bias: Tensor, result: Tensor,
+        self, norm: Norm | None, weight: Tensor, bias: Tensor, result: Tensor,
         *, cache: Tensor | None = None, relu: bool = False,
     ) -> None:  # fmt: skip
         """Multiply the stream, normalised, by a weight [out d]; keys and values among the results go to the cache."""
         out, fills = weight.shape[0], cache is not None
         columns = MANY if out > 3 * self.d and not self.single else FEW
-        gain, offset = (weight, weight) if norm is None else norm
+        self.norm = None if self.pre else norm
         self._run(
             decode_enter, (triton.cdiv(out, columns), self.blocks),
-            self.stream, self.base, gain, offset, weight, bias, result, cache if fills else result, self.position,
-            self.rows, self.documents, self.eps,
-            D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, M=self.m,
-            PART=self.part, PRE=self.pre, PLAIN=norm is None, RELU=relu, FILLS=fills,
-        )  # fmt: skip
-
-    def add(self, source: Tensor, weight: Tensor, bias: Tensor) -> None:
-        """Add source [rows k] @ weight [d k] + bias to what the sublayer was entered with."""
-        self._run(
-            decode_add, (triton.cdiv(self.d, FEW), self.blocks),
-            source, weight, bias, self.base, self.stream, self.rows,
-            D=self.d, K=weight.shape[1], N=FEW, M=self.m, PART=self.part, num_stages=1 if self.single else 3,
+            self.stream, self.stats, *(norm or (weight, weight)), weight, bias, result, cache if fills else result,
+            self.position, self.rows, self.documents, self.eps,
+            D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, R=self.block,
+            PARTS=WARPS, PART=_part(self.d), NORMED=norm is not None, RELU=relu, FILLS=fills,
         )  # fmt: skip
 
     def attend(self, keys: Tensor, values: Tensor, *, length: int | None = None, mask: Tensor | None = None) -> None:
         """Attend to the memory [b h k e] and its mask [b k]; or to `length` tokens of texts [b h t beams e] at most."""
         own, count = length is not None, keys.shape[2]
         reach = count if length is None else length
-        splits = max(1, min(self.splits, triton.cdiv(reach, KEYS)))
-        share = triton.cdiv(triton.cdiv(reach, splits), KEYS) * KEYS
+        at_once = KEYS // 2 if self.single else KEYS
+        share = triton.cdiv(triton.cdiv(reach, self.most), at_once) * at_once
+        self.split = triton.cdiv(reach, share)
         self._run(
-            decode_attend, (self.rows * self.heads, triton.cdiv(reach, share)),
-            self.query, keys, values, self.mixed, self.partial, self.arrivals,
-            self.position if mask is None else mask, self.origin, self.position, reach, count, share,
-            D=self.d, E=self.d // self.heads, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit,
-            WIDTH=self._width, SPLITS=self.splits, N=KEYS, OWN=own, MASKED=mask is not None, num_warps=4,
+            decode_attend, (self.rows * self.heads, self.split),
+            self.query, keys, values, self.parts, self.levels, self.position if mask is None else mask,
+            self.origin, self.position, reach, count, share, self.rows,
+            D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, WIDTH=self.width, N=at_once,
+            OWN=own, MASKED=mask is not None,
         )  # fmt: skip
 
-    def logits(self, norm: tuple[Tensor, Tensor], weight: Tensor, out: Tensor) -> None:
+    def gather(self, weight: Tensor, bias: Tensor) -> None:
+        """Add what the attention found, times a weight [d d], to what the sublayer was entered with."""
+        self._run(
+            decode_gather, (triton.cdiv(self.d, FEW), self.blocks),
+            self.parts, self.levels, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
+            D=self.d, HEADS=self.heads, N=FEW, R=self.block, PARTS=triton.next_power_of_2(self.heads),
+            WIDTH=self.width, SPLITS=self.split, MOST=triton.next_power_of_2(self.split),
+            NORMED=self.norm is not None,
+        )  # fmt: skip
+
+    def narrow(self, weight: Tensor, bias: Tensor) -> None:
+        """Add what was widened, times a weight [d inner], to what the sublayer was entered with."""
+        self._run(
+            decode_narrow, (triton.cdiv(self.d, FEW), self.blocks),
+            self.hidden, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
+            D=self.d, K=weight.shape[1], N=FEW, R=self.block, PARTS=WARPS, PART=_part(self.d),
+            NORMED=self.norm is not None, num_stages=1 if self.single else 4 if self.block <= 16 else 3,
+        )  # fmt: skip
+
+    def _entered(self, otherwise: Tensor) -> Norm:
+        return self.norm or (otherwise, otherwise)
+
+    def logits(self, norm: Norm, weight: Tensor, out: Tensor) -> None:
         """Give the logits [rows v] of the next tokens."""
         self._head(norm, weight, out, None, 0)
 
     def take(
-        self, norm: tuple[Tensor, Tensor], weight: Tensor, done: Tensor, live: Tensor, steps: Tensor,
-        ending: Tensor, *, ends: bool, filler: int, floor: int,
+        self, norm: Norm, weight: Tensor, done: Tensor, live: Tensor, steps: Tensor, ending: Tensor,
+        *, ends: bool, filler: int, floor: int,
     ) -> None:  # fmt: skip
         """Append the likeliest tokens; `done` [b], `live` [1] and `steps` [1] are as `Greedy` keeps them.
 
@@ -427,20 +497,27 @@ class Launcher:
         self._run(
             decode_take, (1,),
             self.scores, self.tokens, self.running, done, live, steps, ending, self.position,
-            self.rows, self.programs, filler,
-            ALL=triton.next_power_of_2(self.rows), CROWD=self.crowd, LIMIT=self.limit, ENDS=ends,
+            self.rows, self.candidates, filler,
+            ALL=triton.next_power_of_2(self.rows), CROWD=triton.next_power_of_2(self.candidates), LIMIT=self.limit,
+            ENDS=ends,
         )  # fmt: skip
 
-    def _head(
-        self, norm: tuple[Tensor, Tensor], weight: Tensor, out: Tensor | None, ending: Tensor | None, floor: int
-    ) -> None:
+    def _head(self, norm: Norm, weight: Tensor, out: Tensor | None, ending: Tensor | None, floor: int) -> None:
+        whole = triton.next_power_of_2(self.d)
         self._run(
-            decode_head, (self.programs, self.blocks),
-            self.stream, *norm, weight, weight if out is None else out, self.scores, self.tokens,
-            self.position if ending is None else ending, self.position, self.rows, floor, self.eps,
-            D=self.d, V=weight.shape[0], N=FEW if self.single else MANY, M=self.m, PART=self.part,
-            TAKES=out is None, ENDS=ending is not None, num_stages=1 if self.single else 3,
+            decode_norm, (self.rows,), self.stream, *norm, self.query, self.eps, D=self.d, WHOLE=whole, num_warps=4
         )  # fmt: skip
+        self._run(
+            decode_head, (self.candidates, self.blocks),
+            self.query, weight, weight if out is None else out, self.scores, self.tokens,
+            self.position if ending is None else ending, self.position, self.rows, floor,
+            D=self.d, V=weight.shape[0], N=TOKENS, R=self.block, CHUNK=max(16, min(CHUNK, whole)),
+            TAKES=out is None, ENDS=ending is not None, num_warps=4, num_stages=1 if self.single else 4,
+        )  # fmt: skip
+
+
+def _part(width: int) -> int:
+    return max(16, triton.next_power_of_2(triton.cdiv(width, WARPS)))
 
 
 def _kind(dtype: torch.dtype) -> Any:
@@ -449,7 +526,7 @@ def _kind(dtype: torch.dtype) -> Any:
 
 def serves(dtype: torch.dtype, d: int, heads: int) -> bool:
     """Tell whether the sizes fit: a stream and heads that a program can hold."""
-    return dtype != torch.float64 and d <= COLUMNS and d // heads <= HEAD
+    return dtype != torch.float64 and d <= COLUMNS and d // heads <= HEAD and heads <= 32
 
 
 __all__ = ["Launcher", "serves"]
