@@ -76,7 +76,7 @@ def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decoding, "CROWD", 100)
     plain, one = make_decoders(make_model(), beams=beams)
     assert_same_logits(plain, one, 3)
-    assert one.launcher.split == 6  # of 11 representations, by two
+    assert one.launcher.split == 3  # of 11 representations, by four; the last has none of the first document
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from pyramidion import PyramidionForConditionalGeneration, cli
 from pyramidion.bench import torture
+from pyramidion.compact import compact
 from pyramidion.data import Collator, Exercises, LengthGroupedBatches, TokenStore
 from pyramidion.data.objectives import Corruption, make_objective
 from pyramidion.evaluation import rouge
@@ -655,3 +656,83 @@ def test_a_compiled_run_has_whole_blocks_and_one_graph(store: Path, tmp_path: Pa
     assert block > 1
     assert seen
     assert not any(length % block for length in seen)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The recipes that come with the project
+# --------------------------------------------------------------------------------------------------------------------
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+ABLATIONS: dict[str, dict[str, Any]] = {  # as recipes/ablation/README.md has them
+    "soft": {},
+    "straight-through": {"model.pooling": "straight-through"},
+    "mean": {"model.pooling": "mean"},
+    "random": {"model.pooling": "hard", "model.scorer": "random"},
+    "none": {"model.encoder_lengths": [4096, 4096, 4096, 4096]},
+}
+BUNDLE, TOKENIZER = 25_000_000, 1_200_000  # bytes: what the bundled folder may have, and what its tokenizer takes
+
+
+def build(recipe: Recipe) -> PyramidionForConditionalGeneration:
+    with torch.device("meta"):
+        return PyramidionForConditionalGeneration(recipe.config(16384))
+
+
+def compact_bytes(model: torch.nn.Module) -> int:
+    """Count as `pyramidion.compact` writes: a matrix in bytes with a float32 a row, the others in float32."""
+    return sum(p.numel() + 4 * len(p) if p.ndim == 2 else 4 * p.numel() for p in model.parameters())
+
+
+def test_one_entry_of_a_setting_is_changed(tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {pooling: soft, dropout: 0.3}\n")
+    given = {"model.pooling": "mean", "model.scorer": None, "generation.num_beams": 3}
+    recipe = read_recipe(path, given)
+    assert recipe.model == {"pooling": "mean", "dropout": 0.3, "scorer": None}
+    assert recipe.generation == {"num_beams": 3}
+    with pytest.raises(ValueError, match="`batch_size` must be of type int, got {'most': 3}"):
+        read_recipe(path, {"batch_size.most": 3})
+    with pytest.raises(ValueError, match="`modle` is not a setting .* Did you mean `model`"):
+        read_recipe(path, {"modle.pooling": "mean"})
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_recipe_of_the_project_makes_a_model(path: Path):
+    recipe = read_recipe(path, {})
+    assert recipe.split(1) == (1, recipe.batch_size)
+    assert build(recipe).config.pre_norm
+
+
+def test_the_two_parts_of_a_recipe_are_of_one_model():
+    changeable = ("dropout", "attention_dropout", "activation_dropout")
+    for folder in ("default", "ablation"):
+        first, second = (read_recipe(RECIPES / folder / f"{part}.yaml", {}) for part in ("pretrain", "summaries"))
+        assert first.objective != "summaries"
+        assert first.init_from is None
+        assert second.objective == "summaries"
+        assert second.init_from is not None
+        sizes = [{k: v for k, v in (one.model or {}).items() if k not in changeable} for one in (first, second)]
+        assert sizes[0] == sizes[1]
+
+
+def test_the_bundled_model_fits(tmp_path: Path):
+    model = build(read_recipe(RECIPES / "default" / "pretrain.yaml", {}))
+    assert compact_bytes(model) + TOKENIZER < BUNDLE
+    tiny = PyramidionForConditionalGeneration(small().config(100))  # the count is that of what is written
+    written = compact(tiny, tmp_path / "tiny").after
+    assert 0 < written - compact_bytes(tiny) < 200 * len(tiny.state_dict())  # the header
+
+
+def test_ablations_differ_in_pooling_alone():
+    sizes = {}
+    for name, given in ABLATIONS.items():
+        for part in ("pretrain", "summaries"):
+            recipe = read_recipe(RECIPES / "ablation" / f"{part}.yaml", given)
+            model = build(recipe)
+            sizes[name] = sum(p.numel() for n, p in model.named_parameters() if "scorer" not in n)
+            assert [p.kind for p in model.config.poolings.values()] == {"soft": ["soft"] * 2, "none": []}.get(
+                name, [given.get("model.pooling")] * 2
+            )
+        shown = (RECIPES / "ablation" / "README.md").read_text()
+        assert all(f"{key}={value}" in shown for key, value in given.items())
+    assert len(set(sizes.values())) == 1

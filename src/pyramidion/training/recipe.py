@@ -157,8 +157,15 @@ def default_recipe(name: str, objective: str = SUMMARIES) -> Recipe:
 
 
 def read_recipe(path: Path | None, given: Mapping[str, Any]) -> Recipe:
-    """Read a YAML file, put what was `given` over it, and both over the preset's own recipe."""
-    settings = {**(_load(path) if path else {}), **given}
+    """Read a YAML file, put what was `given` over it, and both over the preset's own recipe.
+
+    `model.pooling` and the like change one entry of a setting that has several, and leave its others as they are.
+    """
+    settings = _load(path) if path else {}
+    for name, value in given.items():
+        outer, dot, inner = name.partition(".")
+        before = settings.get(outer)
+        settings[outer] = {**(before if isinstance(before, dict) else {}), inner: value} if dot else value
     checked = _checked(settings, path)
     base = default_recipe(checked.get("preset", Recipe.preset), checked.get("objective", SUMMARIES))
     return replace(base, **checked)
