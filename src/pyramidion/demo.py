@@ -112,7 +112,7 @@ class Document:
 
 def built_in() -> tuple[str, bytes]:
     """Return the text that comes with the package."""
-    return "built-in essay", (files("pyramidion") / "assets" / "document.txt").read_bytes()
+    return "built-in article", (files("pyramidion") / "assets" / "document.txt").read_bytes()
 
 
 def read(path: Path) -> tuple[str, bytes]:
