@@ -6,8 +6,12 @@ import errno
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from pyramidion.evaluation import rouge
 from pyramidion.evaluation.run import read_predictions
 from pyramidion.training import account as accounts
 from pyramidion.training import run as runs
+from pyramidion.training import trainer
 from pyramidion.training.checkpoint import Checkpoints, verify
 from pyramidion.training.recipe import Recipe, default_recipe, read_recipe
 from pyramidion.training.run import train
@@ -411,6 +416,47 @@ def test_pretraining_resumed_in_another_epoch_ends_bit_identical(objective: str,
     assert "validation.jsonl" not in {path.name for path in whole.iterdir()}
 
 
+def test_batches_laid_out_ahead_change_nothing(sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not the weights, nor what a resumed run ends with."""
+    alone, ahead, broken = (tmp_path / name for name in ("alone", "ahead", "broken"))
+    train(pretraining("spans"), sentences, alone, tell=silent)
+    monkeypatch.setitem(trainer.LOADERS, "cpu", 2)
+    train(pretraining("spans"), sentences, ahead, tell=silent)
+    assert torture.digest(ahead) == torture.digest(alone)
+    shutil.copytree(ahead, broken)
+    (broken / "finished.json").unlink()
+    shutil.rmtree(broken / "checkpoints" / "checkpoint-12")
+    assert train(pretraining("spans"), sentences, broken, tell=silent).state == "finished"
+    assert torture.digest(broken) == torture.digest(alone)
+
+
+@pytest.mark.slow
+def test_who_lays_out_batches_ends_with_the_training_alone(sentences: Path, tmp_path: Path):
+    """As where a scheduler tells every process of a job to end."""
+    code = (
+        "import pickle, sys; from pathlib import Path; from pyramidion.training import trainer; "
+        "from pyramidion.training.run import train; trainer.LOADERS['cpu'] = 2; "
+        "print(train(pickle.load(open(sys.argv[1], 'rb')), Path(sys.argv[2]), Path(sys.argv[3]), "
+        "tell=lambda line: print(line, flush=True)).state)"
+    )
+    recipe = tmp_path / "recipe.pickle"
+    recipe.write_bytes(pickle.dumps(pretraining("spans", max_steps=100_000, log_every=1)))
+    command = [sys.executable, "-c", code, str(recipe), str(sentences), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.stdout is not None
+        try:
+            assert any(line.startswith("step 2 ") for line in child.stdout)
+            os.killpg(child.pid, signal.SIGTERM)
+            rest, _ = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert child.returncode == 0
+    assert "is written" in rest
+    assert rest.endswith("stopped\n")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)  # nobody is left of them
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["spans", "gap-sentences"])
 def test_pretraining_survives_kills(objective: str, sentences: Path, tmp_path: Path):
@@ -690,9 +736,9 @@ def test_one_entry_of_a_setting_is_changed(tmp_path: Path):
     recipe = read_recipe(path, given)
     assert recipe.model == {"pooling": "mean", "dropout": 0.3, "scorer": None}
     assert recipe.generation == {"num_beams": 3}
-    with pytest.raises(ValueError, match="`batch_size` must be of type int, got {'most': 3}"):
+    with pytest.raises(ValueError, match=r"`batch_size` must be of type int, got {'most': 3}"):
         read_recipe(path, {"batch_size.most": 3})
-    with pytest.raises(ValueError, match="`modle` is not a setting .* Did you mean `model`"):
+    with pytest.raises(ValueError, match=r"`modle` is not a setting .* Did you mean `model`"):
         read_recipe(path, {"modle.pooling": "mean"})
 
 

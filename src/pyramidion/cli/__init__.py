@@ -248,7 +248,9 @@ def train(
     epochs: Annotated[float | None, typer.Option(help="Passes over the documents.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Steps of the optimizer; they win over epochs.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Any setting: name=value, repeatedly.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting: name=value or model.name=value, repeatedly.")
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the recipe as YAML and do nothing.")] = False,
 ) -> None:
     """Train a model to write summaries, or first on the documents alone, from a token store into a folder.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import threading
@@ -27,6 +28,7 @@ from pyramidion.training.recipe import Recipe
 
 PROGRESS = "progress.json"
 LOWER_IS_BETTER = {"loss"}
+LOADERS = {"cuda": 2}  # processes that lay out the next batches while a device computes; a CPU has other things to do
 
 Scoring = Callable[[nn.Module], dict[str, float]]
 Tell = Callable[[str], None]
@@ -145,10 +147,20 @@ class PyramidionTrainer(Trainer):
             rank=self.args.process_index,
             world=self.args.world_size,
         )
-        pinned = self.args.device.type == "cuda"
+        kind = self.args.device.type
         keys: Any = EpochBatches(batches)
         data: Any = self.exercises
-        return EpochLoader(data, batch_sampler=keys, collate_fn=self.data_collator, pin_memory=pinned)
+        workers = min(LOADERS.get(kind, 0), os.cpu_count() or 1)
+        return EpochLoader(
+            data,
+            batch_sampler=keys,
+            collate_fn=self.data_collator,
+            pin_memory=kind == "cuda",
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            worker_init_fn=_deafen,
+            generator=torch.Generator(),  # not the one of dropout: how batches are laid out changes nothing
+        )
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Let the model itself smooth the labels: it never has all logits for the Trainer to do so."""
@@ -397,6 +409,19 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         remove_unused_columns=False,
         disable_tqdm=True,
     )
+
+
+def _deafen(worker: int) -> None:
+    """Let whoever lays out batches end when the training says so, and not when all processes are told to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 @contextmanager
