@@ -7,7 +7,7 @@ PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check bench bench-topk bench-padding torture clean
+.PHONY: help setup run test check bench bench-topk bench-padding bench-models torture clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,13 +26,16 @@ check: setup ## lint, formatting, types and the quick tests
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow and not gpu"
 
-bench: bench-topk bench-padding ## run every benchmark that this machine can run
+bench: bench-topk bench-padding bench-models ## run every benchmark, as far as this machine can (an hour on a CPU)
 
 bench-topk: setup ## measure the top-k operators against each other
 	$(BIN)/pyramidion bench topk
 
 bench-padding: setup ## measure documents of mixed lengths in one batch
 	$(BIN)/pyramidion bench padding
+
+bench-models: setup ## measure our models beside their peers: lengths, writing, the paper's tables; run again to go on
+	for what in models length generate table; do $(BIN)/pyramidion bench $$what --limit-seconds 600 || exit 1; done
 
 torture: setup ## kill runs, damage checkpoints, and see that nothing is lost (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/pyramidion bench torture
