@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,12 +94,15 @@ def _no_fallback(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     loop.PACES.update(paces)
 
 
+AS_ON_A_GPU = replace(loop.PACES["cuda"], fused=False)  # test_decoding is for these kernels
+
+
 @pytest.fixture(params=["plain", "as on a GPU", "odd"])
 def pace(request: pytest.FixtureRequest) -> str:
     """Drive the CPU in its own way, in that of a GPU (but for graphs), and with buckets that change all the time."""
     loop.PACES["cpu"] = {
         "plain": loop.Pace(),
-        "as on a GPU": loop.PACES["cuda"],
+        "as on a GPU": AS_ON_A_GPU,
         "odd": loop.Pace(grain=(3, 5), bucket=3, doubles=True, check=5, kept=2),
     }[request.param]
     return str(request.param)
@@ -421,7 +425,7 @@ def test_lengths_grow_by_buckets():
 
 
 def test_buffers_are_kept_for_the_next_call():
-    loop.PACES["cpu"] = loop.PACES["cuda"]
+    loop.PACES["cpu"] = AS_ON_A_GPU
     model = make_model("transpooler", end=1.5)
     made = []
     for lengths in ([33, 9, 64], [64, 63, 5, 5], [40, 2, 7], [9, 17, 21]):
@@ -443,7 +447,7 @@ def test_at_most_so_many_sets_of_buffers_are_kept():
 
 
 def test_kept_buffers_do_not_keep_a_model():
-    loop.PACES["cpu"] = loop.PACES["cuda"]
+    loop.PACES["cpu"] = AS_ON_A_GPU
     model, before = make_model(), len(loop._KEPT)
     assert_equal(model, make_documents([9]))
     assert len(loop._KEPT) == before + 1
@@ -453,7 +457,7 @@ def test_kept_buffers_do_not_keep_a_model():
 
 
 def test_weights_that_were_trained_since_are_used():
-    loop.PACES["cpu"] = loop.PACES["cuda"]
+    loop.PACES["cpu"] = AS_ON_A_GPU
     model, documents = make_model("both"), make_documents(LENGTHS)
     first = assert_equal(model, documents)
     with torch.no_grad():
@@ -467,7 +471,7 @@ def test_weights_that_were_trained_since_are_used():
 
 
 def test_a_document_with_numbers_gone_wrong_does_not_spoil_the_next():
-    loop.PACES["cpu"] = loop.PACES["cuda"]
+    loop.PACES["cpu"] = AS_ON_A_GPU
     model, documents = make_model(), make_documents(LENGTHS)
     kept = model.model.decoder.layers[0].attention.value.weight.detach().clone()
     with torch.no_grad():
@@ -592,7 +596,7 @@ def test_errors_are_those_of_generate():
 
 
 def test_a_failure_gives_the_buffers_back(monkeypatch: pytest.MonkeyPatch):
-    loop.PACES["cpu"] = loop.PACES["cuda"]
+    loop.PACES["cpu"] = AS_ON_A_GPU
     model, documents = make_model(), make_documents(LENGTHS)
     assert_equal(model, documents)
 
