@@ -34,16 +34,13 @@ CROWD = 2  # programs of a multiprocessor that attend, where there are keys for 
 
 
 @triton.jit
-def wait(AHEAD: tl.constexpr):
-    """Wait until the launch before has ended; what it wrote is then seen."""
+def take_turn(AHEAD: tl.constexpr):
+    """Wait until the launch before has ended, and what it wrote is seen; let the next one begin, up to this point.
+
+    What the launches before that one wrote is seen already before: it, too, has waited.
+    """
     if AHEAD:
         gdc_wait()
-
-
-@triton.jit
-def end(AHEAD: tl.constexpr):
-    """Let the next launch begin."""
-    if AHEAD:
         gdc_launch_dependents()
 
 
@@ -81,9 +78,9 @@ def times(weight, x):
 @triton.jit
 def measure(total, there, eps, D: tl.constexpr):
     """Give mean and spread [R] of rows [PARTS R PART], of which D numbers are there."""
-    mean = tl.sum(tl.sum(total, 0), 1) / D
+    mean = tl.sum(tl.sum(total, 2), 0) / D
     centred = tl.where(there, total - mean[None, :, None], 0.0)
-    return mean, 1.0 / tl.sqrt(tl.sum(tl.sum(centred * centred, 0), 1) / D + eps)
+    return mean, 1.0 / tl.sqrt(tl.sum(tl.sum(centred * centred, 2), 0) / D + eps)
 
 
 @triton.jit(do_not_specialize=["rows", "documents"])
@@ -106,19 +103,14 @@ def decode_enter(
     if NORMED:
         gains = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
         offsets = tl.load(offset + column, mask=there, other=0.0).to(tl.float32)
-    wait(AHEAD)
+    take_turn(AHEAD)
     position = tl.load(place)
     x = read(stream, first, rows, 0, D, R, PARTS, PART, PART)
     if NORMED:
         mean, spread = measure(x, there, eps, D)
-        if tile == 0:
-            row = first + tl.arange(0, R)
-            tl.store(stats + 2 * row, mean, mask=row < rows)
-            tl.store(stats + 2 * row + 1, spread, mask=row < rows)
         x = tl.where(there, (x - mean[None, :, None]) * spread[None, :, None] * gains + offsets, 0.0)
     product = tl.sum(times(factor, x.to(kind)), 0) + shift  # [N R]
     product = (tl.maximum(product, 0.0) if RELU else product).to(kind)
-    end(AHEAD)
     text = first + tl.arange(0, R)[None, :]
     inside = (text < rows) & (out < OUT)
     if FILLS:
@@ -130,6 +122,10 @@ def decode_enter(
         tl.store(cache + spot * E + lane % E, product, mask=inside & (out >= D))
     else:
         tl.store(result + text * OUT + out, product, mask=inside)
+    if NORMED and tile == 0:
+        row = first + tl.arange(0, R)
+        tl.store(stats + 2 * row, mean, mask=row < rows)
+        tl.store(stats + 2 * row + 1, spread, mask=row < rows)
 
 
 @triton.jit
@@ -151,22 +147,41 @@ def entered(
 def decode_narrow(
     source, weight, bias, stream, stats, gain, offset, rows,
     D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
-    NORMED: tl.constexpr, AHEAD: tl.constexpr,
+    HELD: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Leave a feed-forward network: add source [rows K] @ weight [D K] + bias."""
+    """Leave a feed-forward network: add source [rows K] @ weight [D K] + bias. HELD: pieces fetched ahead."""
     tile, first = tl.program_id(0), tl.program_id(1) * R
     row, column = first + tl.arange(0, R)[None, :], (tl.arange(0, N) + tile * N)[:, None]
     shift = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
     kind: tl.constexpr = weight.dtype.element_ty
-    wait(AHEAD)
+    WHOLE: tl.constexpr = PARTS * PART
+    factors, pieces = (), ()
+    for piece in tl.static_range(HELD):
+        factors += (read(weight, tile * N, D, piece * WHOLE, K, N, PARTS, PART, PART),)
+    take_turn(AHEAD)
     before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
+    for piece in tl.static_range(HELD):
+        pieces += (read(source, first, rows, piece * WHOLE, K, R, PARTS, PART, PART),)
     summed = tl.zeros([PARTS, N, R], tl.float32)
-    for start in range(0, K, PARTS * PART):
+    for piece in tl.static_range(HELD):
+        summed += times(factors[piece], pieces[piece])
+    for start in range(HELD * WHOLE, K, WHOLE):
         factor = read(weight, tile * N, D, start, K, N, PARTS, PART, PART)
         summed += times(factor, read(source, first, rows, start, K, R, PARTS, PART, PART))
     change = (tl.sum(summed, 0) + shift).to(kind)  # as wide as a product by itself would be
-    end(AHEAD)
     tl.store(stream + row * D + column, before + change.to(tl.float32), mask=(column < D) & (row < rows))
+
+
+@triton.jit
+def mix(x, y, own, other):
+    """Put what two programs found [PARTS R WIDTH] together by the logarithms of their shares [PARTS R]."""
+    top = tl.maximum(own, other)
+    known = tl.where(top == float("-inf"), 0.0, top)
+    share = tl.exp(tl.join(own, other) - known[:, :, None])  # [PARTS R 2]
+    total = tl.sum(share, 2)
+    safe = tl.where(total == 0, 1.0, total)
+    share = share / safe[:, :, None]
+    return tl.sum(tl.join(x, y).to(tl.float32) * share[:, :, None, :], 3), top + tl.log(safe)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -186,27 +201,24 @@ def decode_gather(
     factor = read(weight, tile * N, D, 0, D, N, PARTS, E, WIDTH)
     row, column = first + tl.arange(0, R)[None, :], (tl.arange(0, N) + tile * N)[:, None]
     shift = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
-    wait(AHEAD)
+    take_turn(AHEAD)
     before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
-    if MOST == 1:
-        x = read(parts, first, rows, 0, D, R, PARTS, E, WIDTH)
-    else:
-        split, head = tl.arange(0, MOST)[:, None, None], tl.arange(0, PARTS)[None, :, None]
-        text = first + tl.arange(0, R)[None, None, :]
-        there = (split < SPLITS) & (head < HEADS) & (text < rows)
-        level = tl.load(
-            levels + (split * rows + text) * HEADS + head, mask=there, other=float("-inf")
-        )  # [MOST PARTS R]
-        lane = tl.arange(0, WIDTH)[None, None, None, :]
-        spot = (split[:, :, :, None] * rows + text[:, :, :, None]) * D + head[:, :, :, None] * E + lane
-        found = tl.load(parts + spot, mask=there[:, :, :, None] & (lane < E), other=0.0)  # [MOST PARTS R WIDTH]
-        top = tl.max(level, 0)[None]
-        share = tl.exp(level - tl.where(top == float("-inf"), 0.0, top))
-        total = tl.sum(share, 0)[None]
-        share = share / tl.where(total == 0, 1.0, total)
-        x = tl.sum(found.to(tl.float32) * share[:, :, :, None], 0).to(kind)
-    change = (tl.sum(times(factor, x), 0) + shift).to(kind)  # [N R]
-    end(AHEAD)
+    head, text = tl.arange(0, PARTS)[:, None], first + tl.arange(0, R)[None, :]
+    found, level = (), ()
+    for split in tl.static_range(MOST):  # all on their way before the first is used
+        there = (head < HEADS) & (text < rows) & (split < SPLITS)
+        spot = (split * rows + text) * HEADS + head
+        level += (tl.load(levels + spot, mask=there, other=float("-inf")),)
+        height = rows if split < SPLITS else 0
+        found += (read(parts + split * rows * D, first, height, 0, D, R, PARTS, E, WIDTH),)
+    x = found[0]
+    if MOST == 2:
+        x, _ = mix(found[0], found[1], level[0], level[1])
+    if MOST == 4:
+        x, own = mix(found[0], found[1], level[0], level[1])
+        y, other = mix(found[2], found[3], level[2], level[3])
+        x, _ = mix(x, y, own, other)
+    change = (tl.sum(times(factor, x.to(kind)), 0) + shift).to(kind)  # [N R]
     tl.store(stream + row * D + column, before + change.to(tl.float32), mask=(column < D) & (row < rows))
 
 
@@ -214,62 +226,89 @@ def decode_gather(
 
 
 @triton.jit
-def read_keys(
-    keys, values, origin, start, used, lane,
-    E: tl.constexpr, BEAMS: tl.constexpr, N: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
-    """Load the keys and values [N WIDTH] of a head from `start` on; of several beams, those of one's own past."""
-    at = start + tl.arange(0, N)
+def find(at, origin, used, lane, E: tl.constexpr, BEAMS: tl.constexpr, OWN: tl.constexpr):
+    """Find where the keys `at` stand: of several beams, those of one's own past."""
     spot = at
     if OWN and BEAMS > 1:
         spot = at * BEAMS + tl.load(origin + at, mask=at < used, other=0).to(tl.int32)
-    where, there = spot[:, None] * E + lane[None, :], (at < used)[:, None] & (lane < E)[None, :]
-    return tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
+    return spot * E + lane
+
+
+@triton.jit
+def look(x, key, value, real, highest, total, summed):
+    """Attend to keys and values [PARTS EACH WIDTH] of which some are real [PARTS EACH 1], after others.
+
+    highest, total  [PARTS]        highest score so far, and the sum of all exponentials beside it
+    summed          [PARTS WIDTH]  values, summed by these
+    """
+    score = tl.where(real, tl.sum(key.to(tl.float32) * x, 2)[:, :, None], float("-inf"))
+    top = tl.maximum(highest, tl.max(tl.max(score, 2), 1))
+    known = tl.where(top == float("-inf"), 0.0, top)
+    fade, weight = tl.exp(highest - known), tl.exp(score - known[:, None, None])
+    summed = summed * fade[:, None] + tl.sum(value.to(tl.float32) * weight, 1)
+    return top, total * fade + tl.sum(tl.sum(weight, 2), 1), summed
 
 
 @triton.jit(do_not_specialize=["used", "count", "share", "rows"])
 def decode_attend(
     query, keys, values, parts, levels, seen, origin, place, used, count, share, rows,
     D: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
-    N: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend from one head of one text to `share` of its keys: what is found there, and the logarithm of its share.
+
+    N keys are taken at once, as [PARTS EACH]: threads attend to a part by themselves, and all meet at the end.
 
     keys, values  [b h count e], of which the first `used` are there; OWN: [b h count beams e], up to the text's own
                   position, where `origin` [b beams LIMIT] names the beam that wrote what is one's past
     seen          [b count] whether a key is real (MASKED)
     """
     E: tl.constexpr = D // HEADS
+    EACH: tl.constexpr = N // PARTS
     group, split = tl.program_id(0), tl.program_id(1)
     row, head = group // HEADS, group % HEADS
-    document, lane = row // BEAMS, tl.arange(0, WIDTH)
+    document, lane = row // BEAMS, tl.arange(0, WIDTH)[None, None, :]
     apart = (document * HEADS + head).to(tl.int64) * count * E
+    newest = -1
     if OWN:
         apart *= BEAMS
-    wait(AHEAD)
-    if OWN:
-        used = (tl.load(place) + 1).to(tl.int32)
-    begin, last = split * share, tl.minimum(used, split * share + share)
+        newest = tl.load(place).to(tl.int32)  # its key is being written; all others are there already
+        used = newest + 1
     keys, values, origin = keys + apart, values + apart, origin + row.to(tl.int64) * LIMIT
-    highest, total = -float("inf"), 0.0
-    summed = tl.zeros([WIDTH], tl.float32)
-    for start in range(begin, last, N):
-        key, value = read_keys(keys, values, origin, start, last, lane, E, BEAMS, N, OWN)  # on their way before x is
-        x = tl.load(query + row * D + head * E + lane, mask=lane < E, other=0.0).to(tl.float32) * E**-0.5
-        at = start + tl.arange(0, N)
-        there = at < last
+    seen += document.to(tl.int64) * count
+    at = split * share + tl.arange(0, PARTS)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
+    last = tl.minimum(used, split * share + share)
+    where, real = find(at, origin, used, lane, E, BEAMS, OWN), at < last
+    there = real & (at != newest) & (lane < E)
+    key, value = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
+    if MASKED:
+        real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+    take_turn(AHEAD)
+    x = tl.load(query + row * D + head * E + lane, mask=lane < E, other=0.0).to(tl.float32) * E**-0.5
+    if OWN:
+        own = find(newest, origin, used, lane, E, BEAMS, OWN)
+        key = tl.where(at == newest, tl.load(keys + own, mask=lane < E, other=0.0), key)
+        value = tl.where(at == newest, tl.load(values + own, mask=lane < E, other=0.0), value)
+    highest = tl.full([PARTS], float("-inf"), tl.float32)
+    total, summed = tl.zeros([PARTS], tl.float32), tl.zeros([PARTS, WIDTH], tl.float32)
+    highest, total, summed = look(x, key, value, real, highest, total, summed)
+    for _ in range(split * share + N, last, N):
+        at += N
+        where, real = find(at, origin, used, lane, E, BEAMS, OWN), at < last
+        there = real & (lane < E)
+        key, value = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
         if MASKED:
-            there = there & (tl.load(seen + document.to(tl.int64) * count + at, mask=there, other=0) != 0)
-        score = tl.where(there, tl.sum(key.to(tl.float32) * x[None, :], 1), -float("inf"))  # [N]
-        top = tl.maximum(highest, tl.max(score, 0))
-        known = tl.where(top == -float("inf"), 0.0, top)
-        fade, weight = tl.exp(highest - known), tl.exp(score - known)
-        summed = summed * fade + tl.sum(value.to(tl.float32) * weight[:, None], 0)
-        total, highest = total * fade + tl.sum(weight, 0), top
-    end(AHEAD)
-    spot, known = split * rows + row, tl.where(total == 0, 1.0, total)
-    tl.store(parts + spot * D + head * E + lane, (summed / known).to(parts.dtype.element_ty), mask=lane < E)
-    tl.store(levels + spot * HEADS + head, highest + tl.log(known))  # minus infinity where there is no key
+            real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+        highest, total, summed = look(x, key, value, real, highest, total, summed)
+    top = tl.max(highest, 0)
+    known = tl.where(top == float("-inf"), 0.0, top)
+    fade = tl.exp(highest - known)
+    whole = tl.sum(total * fade, 0)
+    safe = tl.where(whole == 0, 1.0, whole)
+    found = tl.sum(summed * fade[:, None], 0) / safe  # [WIDTH]
+    spot, column = split * rows + row, tl.arange(0, WIDTH)
+    tl.store(parts + spot * D + head * E + column, found.to(parts.dtype.element_ty), mask=column < E)
+    tl.store(levels + spot * HEADS + head, top + tl.log(safe))  # minus infinity where there is no key
 
 
 # ---------------------------------------------------------------------------------------------------------- the tokens
@@ -282,7 +321,7 @@ def decode_embed(
     PLACED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Put the vectors of the newest tokens into the stream, rounded wherever they are elsewhere."""
-    wait(AHEAD)
+    take_turn(AHEAD)
     own: tl.constexpr = table.dtype.element_ty
     position = tl.load(place)
     row = (tl.program_id(1) * R + tl.arange(0, R))[:, None]
@@ -292,7 +331,6 @@ def decode_embed(
     x = (tl.load(table + token * D + column, mask=inside, other=0.0).to(tl.float32) * growth).to(own)
     if PLACED:
         x = (x.to(tl.float32) + tl.load(positions + position * D + column, mask=column < D, other=0.0)).to(own)
-    end(AHEAD)
     tl.store(stream + row * D + column, x.to(WIDE).to(tl.float32), mask=inside)
 
 
@@ -305,11 +343,10 @@ def decode_norm(
     there = column < D
     gains = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
     offsets = tl.load(offset + column, mask=there, other=0.0).to(tl.float32)
-    wait(AHEAD)
+    take_turn(AHEAD)
     x = tl.load(stream + row * D + column, mask=there, other=0.0)
     centred = tl.where(there, x - tl.sum(x, 0) / D, 0.0)
     spread = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / D + eps)
-    end(AHEAD)
     tl.store(out + row * D + column, (centred * spread * gains + offsets).to(out.dtype.element_ty), mask=there)
 
 
@@ -323,7 +360,7 @@ def decode_head(
     tile, first = tl.program_id(0), tl.program_id(1) * R
     kind: tl.constexpr = weight.dtype.element_ty
     out, row = tl.arange(0, N) + tile * N, first + tl.arange(0, R)
-    wait(AHEAD)
+    take_turn(AHEAD)
     position = tl.load(place)
     summed = tl.zeros([N, R], tl.float32)
     for start in range(0, D, CHUNK):
@@ -333,7 +370,6 @@ def decode_head(
         part = tl.load(x + row[:, None] * D + into, mask=(row < rows)[:, None] & there, other=0.0)
         summed = tl.dot(factor, tl.trans(part), summed, input_precision="ieee")
     result = summed.to(kind)  # [N R]
-    end(AHEAD)
     if TAKES:
         score = tl.where((out < V)[:, None], result.to(tl.float32), float("-inf"))
         if ENDS:
@@ -355,7 +391,7 @@ def decode_take(
 ):  # fmt: skip
     """Append the likeliest of all programs' candidates [programs rows] to each text, and note which have ended."""
     row, program = tl.arange(0, ALL), tl.arange(0, CROWD)
-    wait(AHEAD)
+    take_turn(AHEAD)
     spot, there = program[:, None] * rows + row[None, :], (program < programs)[:, None] & (row < rows)[None, :]
     score = tl.load(scores + spot, mask=there, other=float("-inf"))
     token = tl.load(tokens + spot, mask=there, other=NONE)
@@ -370,7 +406,6 @@ def decode_take(
         tl.store(live, (going & (tl.min(over.to(tl.int32), 0) == 0)).to(live.dtype.element_ty))
     tl.store(running + row.to(tl.int64) * LIMIT + position + 1, chosen, mask=row < rows)
     tl.debug_barrier()  # all have read the position
-    end(AHEAD)
     tl.store(place, position + 1)
 
 
@@ -417,6 +452,8 @@ class Launcher:
         ahead = not interpreted()
         if ahead:
             options["launch_pdl"] = True
+        else:
+            options.pop("maxnreg", None)
         launch(kernel, grid, *arguments, AHEAD=ahead, **{"num_warps": WARPS, **options})
 
     def embed(self, table: Tensor, positions: Tensor | None, growth: float, wide: torch.dtype) -> None:
@@ -456,7 +493,7 @@ class Launcher:
             self.query, keys, values, self.parts, self.levels, self.position if mask is None else mask,
             self.origin, self.position, reach, count, share, self.rows,
             D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, WIDTH=self.width, N=at_once,
-            OWN=own, MASKED=mask is not None,
+            PARTS=max(1, min(at_once, WARPS * 256 // self.width)), OWN=own, MASKED=mask is not None, maxnreg=128,
         )  # fmt: skip
 
     def gather(self, weight: Tensor, bias: Tensor) -> None:
@@ -471,10 +508,12 @@ class Launcher:
 
     def narrow(self, weight: Tensor, bias: Tensor) -> None:
         """Add what was widened, times a weight [d inner], to what the sublayer was entered with."""
+        inner = weight.shape[1]
+        held = 0 if self.single or self.block > 16 else min(3, triton.cdiv(inner, WARPS * _part(self.d)))
         self._run(
             decode_narrow, (triton.cdiv(self.d, FEW), self.blocks),
             self.hidden, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
-            D=self.d, K=weight.shape[1], N=FEW, R=self.block, PARTS=WARPS, PART=_part(self.d),
+            D=self.d, K=inner, N=FEW, R=self.block, PARTS=WARPS, PART=_part(self.d), HELD=held,
             NORMED=self.norm is not None, num_stages=1 if self.single else 4 if self.block <= 16 else 3,
         )  # fmt: skip
 
