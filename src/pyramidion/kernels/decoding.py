@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pyramidion.kernels.launching import interpreted, launch, processors
 
-WARPS = 8  # of a product, which each sum a part of it
+WARPS, FEWER = 8, 4  # of a program; of one that leaves a sublayer. Each warp of a product sums a part of it
 NONE = tl.constexpr(2147483647)  # a token that comes after all others
 ROWS = 32  # that a program multiplies at most
 COLUMNS, HEAD = 1024, 128  # widest stream, widest head
@@ -76,11 +76,22 @@ def times(weight, x):
 
 
 @triton.jit
-def measure(total, there, eps, D: tl.constexpr):
-    """Give mean and spread [R] of rows [PARTS R PART], of which D numbers are there."""
-    mean = tl.sum(tl.sum(total, 2), 0) / D
-    centred = tl.where(there, total - mean[None, :, None], 0.0)
-    return mean, 1.0 / tl.sqrt(tl.sum(tl.sum(centred * centred, 2), 0) / D + eps)
+def join_parts(mean, spread, count, other_mean, other_spread, other_count):
+    """Give mean, summed squares around it and count of two sets of numbers together."""
+    both, apart = count + other_count, other_mean - mean
+    share = other_count / tl.maximum(both, 1.0)
+    return mean + apart * share, spread + other_spread + apart * apart * count * share, both
+
+
+@triton.jit
+def measure(total, there, eps, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Give mean and spread [R] of rows [PARTS R PART], of which D numbers are there; warps meet once."""
+    count = tl.minimum(tl.maximum(D - tl.arange(0, PARTS) * PART, 0), PART).to(tl.float32)
+    count = tl.broadcast_to(count[:, None], [PARTS, R])
+    mean = tl.sum(total, 2) / tl.maximum(count, 1.0)
+    centred = tl.where(there, total - mean[:, :, None], 0.0)
+    mean, squares, _ = tl.reduce((mean, tl.sum(centred * centred, 2), count), 0, join_parts)
+    return mean, 1.0 / tl.sqrt(squares / D + eps)
 
 
 @triton.jit(do_not_specialize=["rows", "documents"])
@@ -107,7 +118,7 @@ def decode_enter(
     position = tl.load(place)
     x = read(stream, first, rows, 0, D, R, PARTS, PART, PART)
     if NORMED:
-        mean, spread = measure(x, there, eps, D)
+        mean, spread = measure(x, there, eps, D, R, PARTS, PART)
         x = tl.where(there, (x - mean[None, :, None]) * spread[None, :, None] * gains + offsets, 0.0)
     product = tl.sum(times(factor, x.to(kind)), 0) + shift  # [N R]
     product = (tl.maximum(product, 0.0) if RELU else product).to(kind)
@@ -471,14 +482,14 @@ class Launcher:
     ) -> None:  # fmt: skip
         """Multiply the stream, normalised, by a weight [out d]; keys and values among the results go to the cache."""
         out, fills = weight.shape[0], cache is not None
-        columns = MANY if out > 3 * self.d and not self.single else FEW
+        columns = MANY if out > 2 * self.d and not self.single else FEW
         self.norm = None if self.pre else norm
         self._run(
             decode_enter, (triton.cdiv(out, columns), self.blocks),
             self.stream, self.stats, *(norm or (weight, weight)), weight, bias, result, cache if fills else result,
             self.position, self.rows, self.documents, self.eps,
             D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, R=self.block,
-            PARTS=WARPS, PART=_part(self.d), NORMED=norm is not None, RELU=relu, FILLS=fills,
+            PARTS=WARPS, PART=_part(self.d, WARPS), NORMED=norm is not None, RELU=relu, FILLS=fills,
         )  # fmt: skip
 
     def attend(self, keys: Tensor, values: Tensor, *, length: int | None = None, mask: Tensor | None = None) -> None:
@@ -493,7 +504,8 @@ class Launcher:
             self.query, keys, values, self.parts, self.levels, self.position if mask is None else mask,
             self.origin, self.position, reach, count, share, self.rows,
             D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, WIDTH=self.width, N=at_once,
-            PARTS=max(1, min(at_once, WARPS * 256 // self.width)), OWN=own, MASKED=mask is not None, maxnreg=128,
+            PARTS=max(1, min(at_once, WARPS * 256 // self.width)), OWN=own, MASKED=mask is not None,
+            maxnreg=128,
         )  # fmt: skip
 
     def gather(self, weight: Tensor, bias: Tensor) -> None:
@@ -503,18 +515,19 @@ class Launcher:
             self.parts, self.levels, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
             D=self.d, HEADS=self.heads, N=FEW, R=self.block, PARTS=triton.next_power_of_2(self.heads),
             WIDTH=self.width, SPLITS=self.split, MOST=triton.next_power_of_2(self.split),
-            NORMED=self.norm is not None,
+            NORMED=self.norm is not None, num_warps=FEWER,
         )  # fmt: skip
 
     def narrow(self, weight: Tensor, bias: Tensor) -> None:
         """Add what was widened, times a weight [d inner], to what the sublayer was entered with."""
-        inner = weight.shape[1]
-        held = 0 if self.single or self.block > 16 else min(3, triton.cdiv(inner, WARPS * _part(self.d)))
+        inner, part = weight.shape[1], _part(self.d, FEWER)
+        held = 0 if self.single or self.block > 16 else min(3, triton.cdiv(inner, FEWER * part))
         self._run(
             decode_narrow, (triton.cdiv(self.d, FEW), self.blocks),
             self.hidden, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
-            D=self.d, K=inner, N=FEW, R=self.block, PARTS=WARPS, PART=_part(self.d), HELD=held,
-            NORMED=self.norm is not None, num_stages=1 if self.single else 4 if self.block <= 16 else 3,
+            D=self.d, K=inner, N=FEW, R=self.block, PARTS=FEWER, PART=part, HELD=held,
+            NORMED=self.norm is not None, num_warps=FEWER,
+            num_stages=1 if self.single else 4 if self.block <= 16 else 3,
         )  # fmt: skip
 
     def _entered(self, otherwise: Tensor) -> Norm:
@@ -555,8 +568,9 @@ class Launcher:
         )  # fmt: skip
 
 
-def _part(width: int) -> int:
-    return max(16, triton.next_power_of_2(triton.cdiv(width, WARPS)))
+def _part(width: int, warps: int) -> int:
+    """Share a sum out among warps: columns of each."""
+    return max(16, triton.next_power_of_2(triton.cdiv(width, warps)))
 
 
 def _kind(dtype: torch.dtype) -> Any:
