@@ -73,16 +73,16 @@ def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
     from pyramidion.kernels import decoding
 
     monkeypatch.setattr(decoding, "KEYS", 4)  # 2 at a time in single precision
-    monkeypatch.setattr(decoding, "CROWD", 100)
+    monkeypatch.setattr(decoding, "processors", lambda _: 1000)
     plain, one = make_decoders(make_model(), beams=beams)
     assert_same_logits(plain, one, 3)
-    assert one.launcher.split == 3  # of 11 representations, by four; the last has none of the first document
+    assert one.launcher.split == 2  # of 11 representations; the second has none of the first document
 
 
 @torch.inference_mode()
 def test_many_rows_are_several_programs():
     plain, one = make_decoders(make_model("transpooler", seed=3, end=2.0), documents=35, ends=(2, 7))
-    assert one.launcher.blocks == 2
+    assert one.launcher.blocks == 5
     torch.testing.assert_close(one.logits(8), plain.logits(8), rtol=2e-5, atol=2e-5)
     for decoder in (plain, one):
         decoder.step(8)
@@ -164,11 +164,12 @@ def test_what_is_not_known_is_not_served(changes: dict[str, Any]):
     ("dtype", "documents", "k", "faster"),
     [
         (torch.bfloat16, 8, 512, True),
-        (torch.bfloat16, 17, 9, False),
+        (torch.bfloat16, 33, 9, False),
         (torch.float16, 8, 1025, False),
+        (torch.float16, 32, 513, False),
         (torch.float32, 8, 9, False),
     ],
-    ids=["few", "rows", "keys", "single"],
+    ids=["few", "rows", "keys", "all keys", "single"],
 )
 def test_sizes_at_which_torch_is_faster_are_left_to_it(
     dtype: torch.dtype, documents: int, k: int, faster: bool, monkeypatch: pytest.MonkeyPatch

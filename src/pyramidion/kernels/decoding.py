@@ -24,13 +24,11 @@ from pyramidion.kernels.launching import interpreted, launch, processors
 
 WARPS, FEWER = 8, 4  # of a program; of one that leaves a sublayer. Each warp of a product sums a part of it
 NONE = tl.constexpr(2147483647)  # a token that comes after all others
-ROWS = 32  # that a program multiplies at most
+ROWS = 8  # that a program multiplies
 COLUMNS, HEAD = 1024, 128  # widest stream, widest head
 FEW, MANY = 16, 32  # columns of a product that a program computes at once
 TOKENS, CHUNK = 64, 128  # logits that a program computes, from so many columns at once
-KEYS = 128  # that a program attends to at once
-SPLITS = 4  # programs that share the keys of a head, at most
-CROWD = 2  # programs of a multiprocessor that attend, where there are keys for so many
+KEYS = 256  # that a program asks for before it waits, where it has a multiprocessor to itself
 
 
 @triton.jit
@@ -190,16 +188,15 @@ def mix(x, y, own, other):
     known = tl.where(top == float("-inf"), 0.0, top)
     share = tl.exp(tl.join(own, other) - known[:, :, None])  # [PARTS R 2]
     total = tl.sum(share, 2)
-    safe = tl.where(total == 0, 1.0, total)
-    share = share / safe[:, :, None]
-    return tl.sum(tl.join(x, y).to(tl.float32) * share[:, :, None, :], 3), top + tl.log(safe)
+    share = share / tl.where(total == 0, 1.0, total)[:, :, None]
+    return tl.sum(tl.join(x, y).to(tl.float32) * share[:, :, None, :], 3)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_gather(
     parts, levels, weight, bias, stream, stats, gain, offset, rows,
     D: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, MOST: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Leave an attention: put what programs found together, and add that @ weight [D D] + bias.
 
@@ -215,20 +212,13 @@ def decode_gather(
     take_turn(AHEAD)
     before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
     head, text = tl.arange(0, PARTS)[:, None], first + tl.arange(0, R)[None, :]
-    found, level = (), ()
-    for split in tl.static_range(MOST):  # all on their way before the first is used
-        there = (head < HEADS) & (text < rows) & (split < SPLITS)
-        spot = (split * rows + text) * HEADS + head
-        level += (tl.load(levels + spot, mask=there, other=float("-inf")),)
-        height = rows if split < SPLITS else 0
-        found += (read(parts + split * rows * D, first, height, 0, D, R, PARTS, E, WIDTH),)
-    x = found[0]
-    if MOST == 2:
-        x, _ = mix(found[0], found[1], level[0], level[1])
-    if MOST == 4:
-        x, own = mix(found[0], found[1], level[0], level[1])
-        y, other = mix(found[2], found[3], level[2], level[3])
-        x, _ = mix(x, y, own, other)
+    spot, there = text * HEADS + head, (head < HEADS) & (text < rows)
+    x = read(parts, first, rows, 0, D, R, PARTS, E, WIDTH)
+    if SPLITS == 2:  # all is asked for before the first is used
+        other = read(parts + rows * D, first, rows, 0, D, R, PARTS, E, WIDTH)
+        level = tl.load(levels + spot, mask=there, other=0.0)
+        other_level = tl.load(levels + rows * HEADS + spot, mask=there, other=0.0)
+        x = mix(x, other, level, other_level)
     change = (tl.sum(times(factor, x.to(kind)), 0) + shift).to(kind)  # [N R]
     tl.store(stream + row * D + column, before + change.to(tl.float32), mask=(column < D) & (row < rows))
 
@@ -443,11 +433,12 @@ class Launcher:
         self.running, self.origin, self.position = running, origin, position
         self.documents, self.beams, self.limit, self.rows = documents, beams, limit, documents * beams
         self.d, self.heads, self.eps, self.pre, self.single = d, heads, eps, pre, dtype == torch.float32
-        self.block = min(ROWS, max(8, triton.next_power_of_2(self.rows)))
-        self.blocks = triton.cdiv(self.rows, self.block)
+        self.blocks = triton.cdiv(self.rows, ROWS)
         self.width = max(16, triton.next_power_of_2(d // heads))
-        self.most = max(1, min(SPLITS, CROWD * processors(device) // (self.rows * heads)))
-        self.split = 1  # programs that shared the keys of the last attention
+        room = processors(device) // (self.rows * heads)  # for programs, each on a multiprocessor of its own
+        self.most = 2 if room >= 2 else 1
+        self.keys = KEYS if room and not self.single else KEYS // 2
+        self.split = 1  # programs that shared the keys of the last attention: two at most
         self.candidates = triton.cdiv(vocabulary, TOKENS)
         self.norm: Norm | None = None  # what the sublayer was entered with, unless it is the stream
         self.stream = torch.zeros(self.rows, d, device=device)
@@ -473,7 +464,7 @@ class Launcher:
         self._run(
             decode_embed, (triton.cdiv(self.d, columns), self.blocks),
             table, positions if placed else table, self.running, self.stream, self.position, self.rows, growth,
-            D=self.d, LIMIT=self.limit, R=self.block, N=columns, PLACED=placed, WIDE=_kind(wide), num_warps=4,
+            D=self.d, LIMIT=self.limit, R=ROWS, N=columns, PLACED=placed, WIDE=_kind(wide), num_warps=4,
         )  # fmt: skip
 
     def enter(
@@ -488,7 +479,7 @@ class Launcher:
             decode_enter, (triton.cdiv(out, columns), self.blocks),
             self.stream, self.stats, *(norm or (weight, weight)), weight, bias, result, cache if fills else result,
             self.position, self.rows, self.documents, self.eps,
-            D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, R=self.block,
+            D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, R=ROWS,
             PARTS=WARPS, PART=_part(self.d, WARPS), NORMED=norm is not None, RELU=relu, FILLS=fills,
         )  # fmt: skip
 
@@ -496,7 +487,7 @@ class Launcher:
         """Attend to the memory [b h k e] and its mask [b k]; or to `length` tokens of texts [b h t beams e] at most."""
         own, count = length is not None, keys.shape[2]
         reach = count if length is None else length
-        at_once = KEYS // 2 if self.single else KEYS
+        at_once = min(self.keys, triton.next_power_of_2(triton.cdiv(reach, self.most)))
         share = triton.cdiv(triton.cdiv(reach, self.most), at_once) * at_once
         self.split = triton.cdiv(reach, share)
         self._run(
@@ -505,7 +496,7 @@ class Launcher:
             self.origin, self.position, reach, count, share, self.rows,
             D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, WIDTH=self.width, N=at_once,
             PARTS=max(1, min(at_once, WARPS * 256 // self.width)), OWN=own, MASKED=mask is not None,
-            maxnreg=128,
+            maxnreg=255 if at_once > 128 else 128,
         )  # fmt: skip
 
     def gather(self, weight: Tensor, bias: Tensor) -> None:
@@ -513,21 +504,19 @@ class Launcher:
         self._run(
             decode_gather, (triton.cdiv(self.d, FEW), self.blocks),
             self.parts, self.levels, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
-            D=self.d, HEADS=self.heads, N=FEW, R=self.block, PARTS=triton.next_power_of_2(self.heads),
-            WIDTH=self.width, SPLITS=self.split, MOST=triton.next_power_of_2(self.split),
-            NORMED=self.norm is not None, num_warps=FEWER,
+            D=self.d, HEADS=self.heads, N=FEW, R=ROWS, PARTS=triton.next_power_of_2(self.heads),
+            WIDTH=self.width, SPLITS=self.split, NORMED=self.norm is not None, num_warps=FEWER,
         )  # fmt: skip
 
     def narrow(self, weight: Tensor, bias: Tensor) -> None:
         """Add what was widened, times a weight [d inner], to what the sublayer was entered with."""
         inner, part = weight.shape[1], _part(self.d, FEWER)
-        held = 0 if self.single or self.block > 16 else min(3, triton.cdiv(inner, FEWER * part))
+        held = 0 if self.single else min(3, triton.cdiv(inner, FEWER * part))
         self._run(
             decode_narrow, (triton.cdiv(self.d, FEW), self.blocks),
             self.hidden, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
-            D=self.d, K=inner, N=FEW, R=self.block, PARTS=FEWER, PART=part, HELD=held,
-            NORMED=self.norm is not None, num_warps=FEWER,
-            num_stages=1 if self.single else 4 if self.block <= 16 else 3,
+            D=self.d, K=inner, N=FEW, R=ROWS, PARTS=FEWER, PART=part, HELD=held,
+            NORMED=self.norm is not None, num_warps=FEWER, num_stages=1 if self.single else 4,
         )  # fmt: skip
 
     def _entered(self, otherwise: Tensor) -> Norm:
@@ -563,7 +552,7 @@ class Launcher:
             decode_head, (self.candidates, self.blocks),
             self.query, weight, weight if out is None else out, self.scores, self.tokens,
             self.position if ending is None else ending, self.position, self.rows, floor,
-            D=self.d, V=weight.shape[0], N=TOKENS, R=self.block, CHUNK=max(16, min(CHUNK, whole)),
+            D=self.d, V=weight.shape[0], N=TOKENS, R=ROWS, CHUNK=max(16, min(CHUNK, whole)),
             TAKES=out is None, ENDS=ending is not None, num_warps=4, num_stages=1 if self.single else 4,
         )  # fmt: skip
 
