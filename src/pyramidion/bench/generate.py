@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pyramidion.bench import measure, peers, report, rows
-from pyramidion.bench.models import Bench
+from pyramidion.bench.models import CACHES, Bench
 from pyramidion.bench.peers import Candidate
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import Row, Sheet, Tell
 from pyramidion.kernels.launching import choose_device
 
 TITLE = "Writing"
-WRITERS = {"engine": ("engine",), "transformers": ("dynamic cache", "static cache")}
+WRITERS = ("engine", "transformers")
 COLUMNS = (
     *(Column("model", "model"), Column("writer", "written by"), Column("way", "best way")),
     *(Column("ms", "with encoding, ms", "3"), Column("encode_ms", "encoding, ms", "3")),
@@ -38,7 +38,8 @@ class Settings:
     tokens: int
     batches: tuple[int, ...]
     beams: tuple[int, ...] = (1, 2)
-    writers: tuple[str, ...] = tuple(WRITERS)
+    writers: tuple[str, ...] = WRITERS
+    caches: tuple[str, ...] = CACHES
     dtype: str = "float32"
     repeats: int = 5
     budget: float = 60.0
@@ -47,7 +48,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         rows.check(self, n=64, tokens=1, batches=1, beams=1, repeats=1)
-        rows.check_names("writers", self.writers, tuple(WRITERS))
+        rows.check_names("writers", self.writers, WRITERS)
+        rows.check_names("caches", self.caches, CACHES)
         rows.check_names("dtype", (self.dtype,), tuple(rows.DTYPES))
         rows.check_names("models", self.models, peers.names(self.scale))
 
@@ -97,7 +99,8 @@ def measure_case(case: Row, settings: Settings, bandwidth: float) -> Row:
     bench = Bench(candidate, *sizes).within(settings.budget, settings.seed)
     usable, _ = peers.attentions(candidate)
     ways: dict[str, Callable[[], Row]] = {}
-    for attention, writer in product(usable, WRITERS[case["writer"]]):
+    writers = ["engine"] if case["writer"] == "engine" else [f"{cache} cache" for cache in settings.caches]
+    for attention, writer in product(usable, writers):
         ways[f"{attention}, {writer}"] = partial(bench.write, attention, case["tokens"], case["beams"], writer)
     row = rows.best_of(ways, settings.device)
     if "skipped" in row:

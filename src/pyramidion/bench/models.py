@@ -22,6 +22,7 @@ from pyramidion.kernels.launching import choose_device
 TITLE = "Models beside their peers"
 MEASURES = {"train": "training step", "encode": "encoding", "greedy": "greedy", "beam": "beam 2"}
 BEAMS = {"greedy": 1, "beam": 2}
+CACHES = ("dynamic", "static")  # of transformers' `generate`; with the static one it compiles what can be compiled
 FIRST_TOKEN = 3  # below are padding, start and end, in every model
 MODELS = (
     Column("model", "model"),
@@ -42,6 +43,7 @@ class Settings:
 
     target  tokens of a summary in training
     tokens  tokens that are written, always that many
+    caches  of peers that are tried; compiling for the static one may take minutes
     """
 
     device: str
@@ -53,6 +55,7 @@ class Settings:
     dtype: str = "float32"
     target: int = 32
     tokens: int = 32
+    caches: tuple[str, ...] = CACHES
     compile: bool = False
     repeats: int = 5
     budget: float = 30.0
@@ -62,6 +65,7 @@ class Settings:
     def __post_init__(self) -> None:
         rows.check(self, lengths=64, batches=1, target=1, tokens=1, repeats=1)
         rows.check_names("measures", self.measures, tuple(MEASURES))
+        rows.check_names("caches", self.caches, CACHES)
         rows.check_names("dtype", (self.dtype,), tuple(rows.DTYPES))
         rows.check_names("models", self.models, peers.names(self.scale))
 
@@ -113,7 +117,7 @@ def measure_case(case: Row, settings: Settings) -> Row:
     ways: dict[str, Callable[[], Row]] = {}
     for attention in usable:
         if case["measure"] in BEAMS:
-            writers = ("engine",) if candidate.ours else ("dynamic cache", "static cache")
+            writers = ("engine",) if candidate.ours else tuple(f"{cache} cache" for cache in settings.caches)
             for writer in writers:
                 work = partial(bench.write, attention, case["tokens"], BEAMS[case["measure"]], writer)
                 ways[f"{attention}, {writer}"] = work

@@ -24,6 +24,7 @@ Output = Annotated[Path, typer.Option(help="Folder to write to.")]
 Name = Annotated[str | None, typer.Option(help="What the result files are called, before hardware and date.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, two repeats: to see it work.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what an earlier run has measured.")]
+Caches = Annotated[str | None, typer.Option(help="Of transformers, to try: dynamic, static. [both]")]
 Compile = Annotated[bool, typer.Option("--compile", help="Try torch.compile as well; the better counts.")]
 RESULTS = Path("benchmarks/results")
 
@@ -163,6 +164,7 @@ def models(
     measures: Annotated[str | None, typer.Option(help="Of train, encode, greedy and beam. [all]")] = None,
     target: Annotated[int | None, typer.Option(help="Tokens of a summary in training. [512 on a GPU]")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens that are written. [128 on a GPU]")] = None,
+    caches: Caches = None,
     compile: Compile = False,
     dtype: Dtype = None,
     repeats: Repeats = None,
@@ -181,6 +183,7 @@ def models(
     Example: pyramidion bench models --lengths 8192 --batches 8 --measures train --compile
     """
     given: dict[str, Any] = {"models": _split(models), "measures": _split(measures), "compile": compile}
+    given |= {"caches": _split(caches)}
     given |= {"lengths": _numbers("lengths", lengths), "batches": _numbers("batches", batches), "target": target}
     given |= {"tokens": tokens, "dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
     _measure("models", given, device, output, name, quick, fresh)
@@ -257,6 +260,7 @@ def generate(
     batches: Annotated[str | None, typer.Option(help="Documents at once. [1,8,32 on a GPU]")] = None,
     beams: Annotated[str | None, typer.Option(help="Beams of the search; 1 is greedy. [1,2]")] = None,
     writers: Annotated[str | None, typer.Option(help="engine, transformers, or both. [both]")] = None,
+    caches: Caches = None,
     dtype: Dtype = None,
     repeats: Repeats = None,
     budget: Budget = None,
@@ -273,6 +277,7 @@ def generate(
     Example: pyramidion bench generate --batches 8 --beams 1
     """
     given: dict[str, Any] = {"models": _split(models), "n": n, "tokens": tokens, "writers": _split(writers)}
+    given |= {"caches": _split(caches)}
     given |= {"batches": _numbers("batches", batches), "beams": _numbers("beams", beams), "dtype": dtype}
     given |= {"repeats": repeats, "budget": budget, "limit": limit}
     _measure("generate", given, device, output, name, quick, fresh)

@@ -166,11 +166,11 @@ def decode_narrow(
     WHOLE: tl.constexpr = PARTS * PART
     factors, pieces = (), ()
     for piece in tl.static_range(HELD):
-        factors += (read(weight, tile * N, D, piece * WHOLE, K, N, PARTS, PART, PART),)
+        factors += (read(weight, tile * N, D, piece * WHOLE, K, N, PARTS, PART, PART),)  # type: ignore[assignment]
     take_turn(AHEAD)
     before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
     for piece in tl.static_range(HELD):
-        pieces += (read(source, first, rows, piece * WHOLE, K, R, PARTS, PART, PART),)
+        pieces += (read(source, first, rows, piece * WHOLE, K, R, PARTS, PART, PART),)  # type: ignore[assignment]
     summed = tl.zeros([PARTS, N, R], tl.float32)
     for piece in tl.static_range(HELD):
         summed += times(factors[piece], pieces[piece])
