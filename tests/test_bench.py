@@ -169,7 +169,7 @@ class TestReport:
             "100",
             "1,234",
         ]
-        assert [report.thousands(n) for n in (100, 1024, 131072)] == ["100", "1k", "128k"]
+        assert [report.thousands(n) for n in (100, 1024, 131072, 1 << 21)] == ["100", "1k", "128k", "2M"]
 
     def test_a_skipped_row_shows_its_reason(self):
         columns = (report.Column("method", "method"), report.Column("ms", "ms", ".1f"), report.Column("n", "n"))

@@ -341,7 +341,7 @@ class TestTable:
         keys = {(case["preset"], case["dtype"], case["what"], case["batch"]) for case in table.cases(wanted)}
         assert ("row-3", "float32", "train", 64) in keys
         assert ("row-3", "bfloat16", "write", 8) in keys
-        assert len(table.cases(wanted)) == 2 * (37 * 3 + 6 * 3)
+        assert len(table.cases(wanted)) == 2 * 37 * 3 + 6 * 3  # depth by the fastest numbers alone
 
     def test_a_batch_that_does_not_fit_is_scaled_and_says_so(self, monkeypatch):
         def train(self, *_, **__):

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pyramidion.cli import main
 from pyramidion.explain import Explanation, Stage, explain
 from pyramidion.explain.passages import Words, find_blocks, find_sections, find_sentences, find_words
-from pyramidion.explain.reading import _name, _written_spans
+from pyramidion.explain.reading import _written_spans, model_name
 from pyramidion.explain.terminal import inert
 from pyramidion.generation import Summarizer
 from pyramidion.generation.engine import generate_plainly
@@ -271,7 +271,7 @@ def test_a_model_is_called_by_its_folder(folder: Path, explained: Explanation):
     for path, name in {"runs/mine": "mine", "runs/mine/model": "mine", "model": "model", "": "pyramidion"}.items():
         model = preset("tiny-pyramidion")
         model.name_or_path = path
-        assert _name(type("M", (), {"config": model})) == name
+        assert model_name(type("M", (), {"config": model})) == name
 
 
 def test_progress_is_told(summarizer: Summarizer):

@@ -120,11 +120,16 @@ def write_lines_figure(
     factor: float = 1.0,
     log_y: bool = False,
 ) -> Path:
-    """Draw y over x: a line style for each value of `styles`, a colour for each value of `colours`."""
+    """Draw y over x: a line style for each value of `styles`, a colour for each value of `colours`.
+
+    Numbers are told in order and with the name of what they are, names as they come; a single style needs no telling.
+    """
     from matplotlib.lines import Line2D
 
     figure, axes = _canvas((8.6, 4.8), title, note, labels)
-    kinds, groups = _values(rows, styles), sorted(_values(rows, colours))
+    kinds, groups = _values(rows, styles), _values(rows, colours)
+    numbers = not any(isinstance(group, str) for group in groups)
+    groups = sorted(groups) if numbers else groups
     for kind_index, kind in enumerate(kinds):
         for group_index, group in enumerate(groups):
             points = sorted(
@@ -141,12 +146,13 @@ def write_lines_figure(
     if log_y:
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
-    handles: list[Any] = [Line2D([], [], color="0.25", label=kind, **_style(i)) for i, kind in enumerate(kinds)]
-    handles.append(Line2D([], [], linestyle="", label=""))
-    handles += [
-        Line2D([], [], color=_pick(PALETTE, i), linewidth=4, label=f"{colours} = {group}")
-        for i, group in enumerate(groups)
-    ]
+    handles: list[Any] = []
+    if len(kinds) > 1:
+        handles = [Line2D([], [], color="0.25", label=kind, **_style(i)) for i, kind in enumerate(kinds)]
+        handles.append(Line2D([], [], linestyle="", label=""))
+    for i, group in enumerate(groups):
+        label = f"{colours} = {group}" if numbers else group
+        handles.append(Line2D([], [], color=_pick(PALETTE, i), linewidth=4, label=label))
     _legend(axes, handles)
     return _save(figure, path)
 
@@ -181,8 +187,11 @@ def write_scatter_figure(
 
 
 def thousands(n: int) -> str:
-    """Write 2048 as 2k and 100 as 100."""
-    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
+    """Write 2048 as 2k, 1048576 as 1M and 100 as 100."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "k")):
+        if n >= unit and n % unit == 0:
+            return f"{n // unit}{letter}"
+    return str(n)
 
 
 def _values(rows: Sequence[Record], key: str) -> list[Any]:

@@ -100,11 +100,12 @@ def cases(settings: Settings) -> list[Row]:
     found: list[Row] = []
     names = dict.fromkeys(find(name).name for name in settings.presets)
     ordered = sorted(names, key=lambda name: name not in DEEP)
-    for dtype in reversed(settings.dtypes):  # the faster first
+    fastest = settings.dtypes[-1]
+    for dtype in reversed(settings.dtypes):
         if "rows" in settings.parts:
             for name in ordered:
                 found += _of_preset(name, dtype, settings)
-        if "depth" in settings.parts:
+        if "depth" in settings.parts and dtype == fastest:
             found += _of_depths(dtype, settings)
     shared = {"shrink": settings.shrink, "width": settings.width, "compile": settings.compile}
     return [case | shared for case in found]

@@ -105,7 +105,7 @@ def _look(summarizer: Summarizer, text: str, summary: Summary, watch: _Watch, ti
         layers = _cross_attention(model, kept, written[:, :-1])
     return Explanation(
         title=SURROGATE.sub("\ufffd", _beginning(text) if title is None else title),
-        model=_name(model),
+        model=model_name(model),
         source=read,
         summary=summary.text,
         note=summary.note,
@@ -117,7 +117,7 @@ def _look(summarizer: Summarizer, text: str, summary: Summary, watch: _Watch, ti
     )
 
 
-def _name(model: Any) -> str:
+def model_name(model: Any) -> str:
     """Give the name of the folder that a model came from; training calls it `model`, in a folder with a name."""
     folder = Path(str(model.config.name_or_path))
     named = folder.parent.name if folder.name == "model" else ""
@@ -210,4 +210,4 @@ def _stage(name: str, selection: Selection) -> Stage:
     return Stage(name, int(selection.mask[0].sum()), slots, weights)
 
 
-__all__ = ["Progress", "explain"]
+__all__ = ["Progress", "explain", "model_name"]

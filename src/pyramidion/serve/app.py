@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from pyramidion.explain.reading import model_name
 from pyramidion.generation import Summarizer, decoding_options
 from pyramidion.generation.texts import SURROGATE, Unusable, usable
 from pyramidion.serve import pdf
@@ -270,10 +270,8 @@ def _add_facts(app: FastAPI, desk: Desk, card: ModelCard) -> None:
 def _card(summarizer: Summarizer, limits: Limits) -> ModelCard:
     model = summarizer.model
     config, decoding = model.config, decoding_options(model.config, model.generation_config)
-    folder = Path(str(config.name_or_path))
-    name = folder.parent.name if folder.name == "model" else folder.name
     return ModelCard(
-        name=name or str(config.model_type),
+        name=model_name(model),
         parameters=model.num_parameters(),
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pyramidion.kernels.launching import interpreted, launch, processors
 from pyramidion.kernels.registration import Operator
-from pyramidion.kernels.waiting import wait
 from pyramidion.topk import tournament
 from pyramidion.topk.selection import Selection, pool_backward_fake, pool_fake, pool_grad, pool_save
 
@@ -59,6 +58,20 @@ def pool(x: Tensor, slots: Tensor, weights: Tensor, members: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- the tournament
+
+
+@triton.jit
+def wait(counter, target):
+    """Wait until programs have arrived here `target` times in all; what they wrote is then seen.
+
+    All of them must run at the same time: no more than the device has room for, and nothing else that waits.
+    """
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+    while arrived < target:
+        arrived = tl.load(counter, volatile=True)
+    tl.atomic_add(counter, 0, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
 
 
 @triton.jit
