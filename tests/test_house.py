@@ -17,6 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from typer.testing import CliRunner
+
+from pyramidion.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "pyramidion"
@@ -294,6 +297,21 @@ def test_import_is_light():
     packages = imported_by("import pyramidion; pyramidion.soft_topk; pyramidion.Selection")
     assert {"pyramidion", "torch"} <= packages
     assert not packages & {"transformers", "triton", "matplotlib", "typer", "rich"}
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["nothing", "a count", "a policy"],
+)
+def test_threads_that_wait_soon_sleep(given: dict[str, str], count: str | None, monkeypatch: pytest.MonkeyPatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as before when the test is over
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert CliRunner().invoke(main, ["presets", "row-8"]).exit_code == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == count
 
 
 def test_help_starts_without_torch():
