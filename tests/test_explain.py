@@ -718,6 +718,14 @@ def test_the_command_writes_a_page(call: Any, tmp_path: Path):
     assert "<title>Mine</title>" in (tmp_path / "mine.html").read_text()
 
 
+def test_without_a_text_the_command_takes_the_built_in_one(call: Any, tmp_path: Path, folder: Path):
+    done = call("--text", "--output", "page.html")
+    assert done.exit_code == 0
+    assert done.stdout.startswith("How Living Cells Count to Twenty-Four Hours\n")
+    assert done.stderr.splitlines()[-2:] == ["page.html", f"Any other text: pyramidion serve --model {str(folder)!r}"]
+    assert "suprachiasmatic" in (tmp_path / "page.html").read_text()
+
+
 def test_the_command_writes_numbers_and_text(call: Any, tmp_path: Path, summarizer: Summarizer):
     done = call("a text.txt", "--json", "numbers.json", "--text", "--max-length", "60")
     assert (done.exit_code, done.stderr) == (0, "numbers.json\n")

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +18,17 @@ if TYPE_CHECKING:
     from pyramidion.explain import Explanation
 
 STDIN = "-"
+BUNDLED = "default"  # the model that comes with the package
 # What an error calls it, and what it is called here.
 NAMES = {"text": "FILE", "path": "--model", "device": "--device", "max_length": "--max-length"}
 NAMES |= {name: f"--{name.replace('_', '-')}" for name in ("num_beams", "min_new_tokens", "max_new_tokens")}
 
 
 def explain(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A text; -: standard input.")],
-    model: Annotated[str, typer.Option(help="Folder of the model to read with.")] = "default",
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="A text; -: standard input. [an article that is built in]")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Folder of the model to read with.")] = BUNDLED,
     output: Annotated[Path | None, typer.Option(help="Page to write. [NAME.explained.html, here]")] = None,
     json: Annotated[Path | None, typer.Option(help="File for all numbers, for a program.")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print it, for a terminal.")] = False,
@@ -41,22 +45,30 @@ def explain(
     Writes one page that needs no network, unless only --json or --text is asked for.
 
     \b
+      pyramidion explain
       pyramidion explain report.txt --model runs/mine
       pyramidion explain report.txt --model runs/mine --text
       cat report.txt | pyramidion explain - --model runs/mine --output report.html --open
     """
+    own = file is None
+    file = str(files("pyramidion") / "assets" / "document.txt") if file is None else file
     data = _read(file)
     if output is None and (open_page or not (json or text)):
         output = Path("explained.html" if file == STDIN else f"{Path(file).stem}.explained.html")
     _check_outputs(file, {"--output": output, "--json": json})
     given = {"num_beams": num_beams, "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens}
-    options = {"title": title or (None if file == STDIN else Path(file).name), "max_length": max_length, **given}
+    named = None if own or file == STDIN else Path(file).name
+    options = {"title": title or named, "max_length": max_length, **given}
     explanation = _explain(data, file, model, device, options)
     if text:
         _print(explanation)
     for option, path, save in (("--output", output, explanation.save_html), ("--json", json, explanation.save_json)):
         if path is not None:
             _write(option, path, save)
+    if own:
+        typer.echo(
+            f"Any other text: pyramidion serve{'' if model == BUNDLED else f' --model {_shown(model)}'}", err=True
+        )
     if open_page and output is not None:
         import webbrowser
 

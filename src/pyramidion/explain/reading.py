@@ -125,7 +125,10 @@ def model_name(model: Any) -> str:
 
 
 def _beginning(text: str) -> str:
-    words = " ".join(text[: 4 * TITLE].split())
+    """Give the line that stands alone above a text, or else its first words."""
+    heading, _, rest = text.lstrip()[: 4 * TITLE].partition("\n")
+    alone = len(heading) <= TITLE and rest.partition("\n")[0].strip() == "" and rest.strip()
+    words = " ".join((heading if alone else text[: 4 * TITLE]).split())
     return words if len(words) <= TITLE else words[: TITLE - 1].rstrip() + "…"
 
 
