@@ -62,9 +62,12 @@ def training_need(
 def _passing(config: PyramidionConfig, length: int | None, target: int, batch: int, bytes: int) -> int:
     """Estimate the largest of what is needed for a moment."""
     loss = min(batch * target * config.vocab_size * bytes, ROOM)  # a chunk of the logits
-    layer = batch * encoder_sizes(config, length)[0].places * 2 * config.intermediate_size * bytes
+    places = batch * encoder_sizes(config, length)[0].places
     # the gradients before and behind the activation, in the backward pass of a feed-forward network
-    return max(loss, layer)
+    layer = places * 2 * config.intermediate_size * bytes
+    # or those of the products and of their exponentials, where tokens meet in buckets and in those before
+    pairs = places * (config.num_attention_heads - config.local_heads) * config.num_hashes * 2 * config.bucket_size
+    return max(loss, layer, 2 * FLOAT * pairs if config.attention == "lsh" else 0)
 
 
 def parse_memory(text: str) -> int:
