@@ -1,6 +1,10 @@
 """What every test may rely on: kernels run somewhere, seeds are fixed, arithmetic is not shared with other workers."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +28,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pages
+# --------------------------------------------------------------------------------------------------------------------
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+WATCH = """
+window.__violations = [];
+document.addEventListener("securitypolicyviolation", (event) => window.__violations.push(event.violatedDirective));
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start a browser, or skip."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with sync_api.sync_playwright() as playwright:
+        path = next(filter(None, map(shutil.which, BROWSERS)), playwright.chromium.executable_path)
+        if not Path(path).exists():
+            pytest.skip("needs a Chromium")
+        started = playwright.chromium.launch(executable_path=path, args=QUIET)
+        yield started
+        started.close()

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conftest import WATCH
 from pyramidion.explain import Explanation, Stage, page
 from pyramidion.explain.browser import asset
 from pyramidion.explain.passages import find_words
@@ -309,26 +309,6 @@ def test_a_page_is_written(tmp_path: Path):
 # --------------------------------------------------------------------------------------------------------------------
 # In a browser
 # --------------------------------------------------------------------------------------------------------------------
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-WATCH = """
-window.__violations = [];
-document.addEventListener("securitypolicyviolation", (event) => window.__violations.push(event.violatedDirective));
-"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start a browser, or skip."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    with sync_api.sync_playwright() as playwright:
-        path = next(filter(None, map(shutil.which, BROWSERS)), playwright.chromium.executable_path)
-        if not Path(path).exists():
-            pytest.skip("needs a Chromium")
-        started = playwright.chromium.launch(executable_path=path, args=QUIET)
-        yield started
-        started.close()
 
 
 class Tab:

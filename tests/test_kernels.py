@@ -108,12 +108,17 @@ def both_ways(leaves: Inputs, along: Inputs, run: Any) -> Inputs:
     return [*outs, *(grad for grad in grads if grad is not None)]
 
 
-@pytest.mark.parametrize(("rate", "shifted"), [(0.0, False), (0.0, True), (0.1, True), (0.5, False)])
+CHANGES = [(0.0, False), (0.0, True), (0.1, True), (0.5, False)]  # rate of dropout, whether there is a bias
+
+
 @pytest.mark.parametrize(("shape", "d"), [((1,), 8), ((7, 11), 24), ((3,), 768), ((1, 2), 1000)])
 @pytest.mark.parametrize(
     ("x_dtype", "dtype"), [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
 )
-@pytest.mark.parametrize("kind", ["norm", "add_norm", "add_and_norm", "add"])
+@pytest.mark.parametrize(
+    ("kind", "rate", "shifted"),
+    [("norm", 0.0, False), *((kind, *change) for kind in ("add_norm", "add_and_norm", "add") for change in CHANGES)],
+)
 def test_residual_connections(
     kind: str, shape: tuple[int, ...], d: int, rate: float, x_dtype: torch.dtype, dtype: torch.dtype, shifted: bool,
     seed: int,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -612,10 +611,18 @@ def test_gradients_reach_every_parameter(kind: str):
             assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["soft", "soft-sharp", "straight-through", "lsh-soft", "efficient-soft", "power"])
+NARROW = list(
+    itertools.product(
+        ["soft", "soft-sharp", "straight-through", "lsh-soft", "efficient-soft", "power"],
+        [torch.bfloat16, torch.float16],
+    )
+)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*NARROW, ("soft", torch.float32)], ids=str)
 def test_fifty_steps_without_nan(kind: str, dtype: torch.dtype):
-    model = model_of(kind).train()
+    """In single precision the others learn below."""
+    model = model_of(kind, encoder_lengths=[53, 23, 7], decoder_layers=1).train()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=2.0**10)
     losses = []
@@ -658,11 +665,10 @@ def test_the_papers_models_overfit_copying(kind: str):
     places = torch.stack([torch.randperm(n // 2 - 1)[:4].sort().values * 2 for _ in range(documents)])
     ids.scatter_(1, places, mark)
     labels = torch.cat([ids.gather(1, places + 1), torch.full((documents, 1), 2)], 1)
-    still = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     lengths = {"encoder_lengths": [48, 24, 12]} if kind not in ("full", "blockwise", "lsh", "efficient") else {}
     if kind == "funnel":
         lengths = {"encoder_lengths": [12, 12], "input_length": 48}
-    model = model_of(kind, hidden_size=48, intermediate_size=96, block_size=16, **lengths, **still).train()
+    model = model_of(kind, hidden_size=48, intermediate_size=96, block_size=16, **lengths, **STILL).train()
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     for _ in range(500):
         loss = model(input_ids=ids, labels=labels).loss
@@ -870,29 +876,19 @@ def test_lengths_that_only_the_device_knows_change_nothing(kind: str, monkeypatc
 
 
 def test_one_graph_serves_all_lengths():
-    """Of whole blocks, and of as many rounds; forward and backward, in a process that has compiled nothing else."""
-    code = """
-import torch
-from pyramidion import PyramidionConfig, PyramidionForConditionalGeneration
-from torch._dynamo.testing import CompileCounterWithBackend
-torch.manual_seed(0)
-still = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-shape = {"encoder_lengths": [64, 16], "block_size": 8, "decoder_layers": 1}
-model = PyramidionForConditionalGeneration(PyramidionConfig(**sizes, **shape, **still)).train()
-count = CompileCounterWithBackend("aot_eager")
-compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
-for n, lengths, t in ((56, (55, 33, 4), 7), (40, (40, 35, 39), 5), (48, (48, 48, 47), 9)):
-    ids, mask = torch.randint(3, 61, (3, n)), torch.arange(n) < torch.tensor(lengths)[:, None]
-    before, labels, results = count.frame_count, torch.randint(3, 61, (3, t)), []
-    for call in (compiled, model):
-        loss = call(input_ids=ids, attention_mask=mask, labels=labels).loss
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    assert not before or count.frame_count == before, f"compiled again for {n} tokens"
-assert count.frame_count
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    """Of whole blocks, and of as many rounds; forward and backward."""
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    shape = {"encoder_lengths": [64, 16], "block_size": 8, "decoder_layers": 1}
+    model = model_of(**sizes, **shape, **STILL).train()
+    count = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=count)
+    for n, lengths, t in ((56, [55, 33, 4], 7), (40, [40, 35, 39], 5), (48, [48, 48, 47], 9)):
+        (ids, mask, _), labels, before = batch_of(lengths, n=n), tokens(3, t), count.frame_count
+        got, want = (loss_and_gradients(call, model, ids, mask, labels) for call in (compiled, model))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert not before or count.frame_count == before, f"compiled again for {n} tokens"
+    assert count.frame_count
 
 
 @pytest.mark.gpu

@@ -320,9 +320,9 @@ def test_the_gradient_of_the_maximum_goes_to_the_coordinates_that_won() -> None:
 @pytest.mark.parametrize("scorer", ["linear", "nonlinear", "embedding"])
 @pytest.mark.parametrize("base", [None, 3.0])
 def test_gradients_of_soft_pooling(scorer: str, base: float | None) -> None:
-    pooler = make_pooler("soft", 3, D, scorer=scorer, base=base).double()
+    pooler = make_pooler("soft", 2, D, scorer=scorer, base=base).double()
     names = [name for name, _ in pooler.named_parameters()]
-    x, mask = torch.randn(6, 7, D).double().requires_grad_(), holes(7)
+    x, mask = torch.randn(6, 5, D).double().requires_grad_(), holes(5)
 
     def run(x: Tensor, *values: Tensor) -> Tensor:
         return torch.func.functional_call(pooler, dict(zip(names, values, strict=True)), (x, mask)).x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ pytest.importorskip("uvicorn", reason="needs uvicorn")
 
 import uvicorn
 
+from conftest import WATCH
 from pyramidion.generation import Summarizer
 from pyramidion.serve import pdf
 from pyramidion.serve.app import make_app
 from pyramidion.serve.desk import Desk
 from pyramidion.serve.limits import Limits
 from pyramidion.serve.server import address_of, bind
-from test_explain_page import BROWSERS, QUIET, WATCH
 from test_generation import make_text, write_model
 from test_serve import make_pdf
 
@@ -49,19 +48,6 @@ def address(desk: Desk) -> Iterator[str]:
     server.should_exit = True
     thread.join(30)
     assert desk.close(30)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start a browser, or skip."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    with sync_api.sync_playwright() as playwright:
-        path = next(filter(None, map(shutil.which, BROWSERS)), playwright.chromium.executable_path)
-        if not Path(path).exists():
-            pytest.skip("needs a Chromium")
-        started = playwright.chromium.launch(executable_path=path, args=QUIET)
-        yield started
-        started.close()
 
 
 class Tab:
