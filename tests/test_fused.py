@@ -23,7 +23,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from pyramidion.topk import fused
 
     if INTERPRETED:
-        for name, value in {"BLOCK": 16, "GROUP": 2, "TILE": 4}.items():
+        for name, value in {"BLOCK": 16, "GROUP": 2, "TILE": 4, "MEMBERS": 8}.items():
             monkeypatch.setattr(fused, name, value)
     with np.errstate(over="ignore", invalid="ignore"):  # the interpreter's arithmetic on places that are masked out
         yield

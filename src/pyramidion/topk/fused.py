@@ -35,6 +35,7 @@ CROWD = 8  # programs a multiprocessor
 # Arguments of the kernels that vary from call to call: no value of theirs is worth compiling for.
 SIZES = ["n", "k", "leaves", "rounds", "length", "room", "programs", "first_step", "last_step"]
 SIZES += ["temperature_bits", "base_bits"]
+MEMBERS = 512  # leaves of all trees that a program of `play_backward` walks at once
 LEAVES = 4096  # the deepest tree a program of `play_backward` holds in registers
 
 
@@ -451,7 +452,7 @@ def _play_backward(
 ) -> Tensor:
     b, k, leaves = members.shape
     grad_scores = torch.zeros_like(scores)
-    slots = max(1, 512 // leaves)
+    slots = max(1, MEMBERS // leaves)
     launch(
         play_backward, (triton.cdiv(k, slots), b),
         grad_weights, grad_blended, scores, members, grad_scores, scores.shape[1], k,
