@@ -199,6 +199,18 @@ def test_a_run_from_before_there_was_a_setting_goes_on(store: Path, tmp_path: Pa
     assert train(small(), store, tmp_path, tell=silent).state == "finished"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be chosen")
+def test_half_precision_needs_no_gpu(store: Path, tmp_path: Path):
+    """A recipe for a GPU can be tried on a CPU: both compute in bfloat16 under autocast."""
+    losses = []
+    for half in (False, True):
+        folder = tmp_path / str(half)
+        train(small(bf16=half, device="auto"), store, folder)
+        losses.append([line["loss"] for line in metrics(folder) if "loss" in line])
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
 def test_sharing_parameters_out_needs_gpus(store: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="`fsdp` must be started by torchrun, on GPUs"):
         train(small(fsdp=True), store, tmp_path, tell=silent)

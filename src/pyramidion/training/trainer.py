@@ -22,6 +22,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback
 
 from pyramidion.data import Collator, Exercises, LengthGroupedBatches, TokenStore
 from pyramidion.data.objectives import Objective
+from pyramidion.kernels.launching import choose_device
 from pyramidion.training.account import Account
 from pyramidion.training.checkpoint import MANIFEST, STAGING, Checkpoints, discard, seal, stage, verify
 from pyramidion.training.recipe import Recipe
@@ -402,7 +403,7 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         seed=recipe.seed,
         bf16=recipe.bf16,
         gradient_checkpointing=recipe.gradient_checkpointing,
-        use_cpu=recipe.device == "cpu",
+        use_cpu=choose_device(recipe.device).type == "cpu",
         fsdp=recipe.fsdp or None,
         fsdp_config={"version": 2} if recipe.fsdp else None,
         report_to="tensorboard" if recipe.tensorboard else "none",
