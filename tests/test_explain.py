@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from pyramidion.cli import main
 from pyramidion.explain import Explanation, Stage, explain
 from pyramidion.explain.passages import Words, find_blocks, find_sections, find_sentences, find_words
-from pyramidion.explain.reading import _written_spans, model_name
+from pyramidion.explain.reading import _beginning, _written_spans, model_name
 from pyramidion.explain.terminal import inert
 from pyramidion.generation import Summarizer
 from pyramidion.generation.engine import generate_plainly
@@ -724,6 +724,14 @@ def test_without_a_text_the_command_takes_the_built_in_one(call: Any, tmp_path: 
     assert done.stdout.startswith("How Living Cells Count to Twenty-Four Hours\n")
     assert done.stderr.splitlines()[-2:] == ["page.html", f"Any other text: pyramidion serve --model {str(folder)!r}"]
     assert "suprachiasmatic" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [("A heading\n\nThen text.", "A heading"), ("A line that\ngoes on.", "A line that goes on."), ("Alone\n", "Alone")],
+)
+def test_a_line_alone_above_a_text_is_its_title(text: str, title: str):
+    assert _beginning(text) == title
 
 
 def test_the_command_writes_numbers_and_text(call: Any, tmp_path: Path, summarizer: Summarizer):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pyramidion.explain import Explanation
 
 STDIN = "-"
-BUNDLED = "default"  # the model that comes with the package
 # What an error calls it, and what it is called here.
 NAMES = {"text": "FILE", "path": "--model", "device": "--device", "max_length": "--max-length"}
 NAMES |= {name: f"--{name.replace('_', '-')}" for name in ("num_beams", "min_new_tokens", "max_new_tokens")}
@@ -28,7 +27,7 @@ def explain(
     file: Annotated[
         str | None, typer.Argument(metavar="FILE", help="A text; -: standard input. [an article that is built in]")
     ] = None,
-    model: Annotated[str, typer.Option(help="Folder of the model to read with.")] = BUNDLED,
+    model: Annotated[str, typer.Option(help="Folder of the model to read with.")] = "default",
     output: Annotated[Path | None, typer.Option(help="Page to write. [NAME.explained.html, here]")] = None,
     json: Annotated[Path | None, typer.Option(help="File for all numbers, for a program.")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print it, for a terminal.")] = False,
@@ -66,9 +65,10 @@ def explain(
         if path is not None:
             _write(option, path, save)
     if own:
-        typer.echo(
-            f"Any other text: pyramidion serve{'' if model == BUNDLED else f' --model {_shown(model)}'}", err=True
-        )
+        from pyramidion.generation.summarizer import BUNDLED
+
+        which = "" if model == BUNDLED else f" --model {_shown(model)}"
+        typer.echo(f"Any other text: pyramidion serve{which}", err=True)
     if open_page and output is not None:
         import webbrowser
 

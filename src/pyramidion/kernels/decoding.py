@@ -236,6 +236,20 @@ def find(at, origin, used, lane, E: tl.constexpr, BEAMS: tl.constexpr, OWN: tl.c
 
 
 @triton.jit
+def ask(
+    keys, values, origin, seen, at, last, used, besides, lane,
+    E: tl.constexpr, BEAMS: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load keys and values [PARTS EACH WIDTH], but the one `besides`, and tell which are real [PARTS EACH 1]."""
+    where, real = find(at, origin, used, lane, E, BEAMS, OWN), at < last
+    there = real & (at != besides) & (lane < E)
+    key, value = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
+    if MASKED:
+        real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+    return key, value, real
+
+
+@triton.jit
 def look(x, key, value, real, highest, total, summed):
     """Attend to keys and values [PARTS EACH WIDTH] of which some are real [PARTS EACH 1], after others.
 
@@ -279,11 +293,7 @@ def decode_attend(
     seen += document.to(tl.int64) * count
     at = split * share + tl.arange(0, PARTS)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
     last = tl.minimum(used, split * share + share)
-    where, real = find(at, origin, used, lane, E, BEAMS, OWN), at < last
-    there = real & (at != newest) & (lane < E)
-    key, value = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
-    if MASKED:
-        real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+    key, value, real = ask(keys, values, origin, seen, at, last, used, newest, lane, E, BEAMS, OWN, MASKED)
     take_turn(AHEAD)
     x = tl.load(query + row * D + head * E + lane, mask=lane < E, other=0.0).to(tl.float32) * E**-0.5
     if OWN:
@@ -295,11 +305,7 @@ def decode_attend(
     highest, total, summed = look(x, key, value, real, highest, total, summed)
     for _ in range(split * share + N, last, N):
         at += N
-        where, real = find(at, origin, used, lane, E, BEAMS, OWN), at < last
-        there = real & (lane < E)
-        key, value = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
-        if MASKED:
-            real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+        key, value, real = ask(keys, values, origin, seen, at, last, used, -1, lane, E, BEAMS, OWN, MASKED)
         highest, total, summed = look(x, key, value, real, highest, total, summed)
     top = tl.max(highest, 0)
     known = tl.where(top == float("-inf"), 0.0, top)
