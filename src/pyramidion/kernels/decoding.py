@@ -1,8 +1,8 @@
 """A decoder's next token in few launches: a product with all that stands before and behind it is one kernel.
 
 At a few rows a product only has to stream its weights, which takes less time than a chain of kernels takes to hand its
-numbers on. So there are eight launches a layer, and each one begins while the one before it ends: it fetches its
-weights, and waits only then for what it multiplies them by (`AHEAD`).
+numbers on. So there are eight launches a layer, and each one begins while the one before it computes: it fetches its
+weights, and keys that are there already, and waits only then for what it multiplies them by (`AHEAD`).
 
     embed | norm, queries keys values | attend | out | norm, queries | attend | out | norm, widen | narrow | ... | head
 
