@@ -116,7 +116,9 @@ def test_spans_can_be_put_back(
     spans = Spans(masks, max_source, max_target, Corruption(span_length=length, span_density=density))
     made = spans(document(tokens), dice(seed))
     source, target = made.document.tolist(), made.summary.tolist()
-    assert put_back(source, target, masks) == tokens[: max_source - 1].tolist()
+    whole, part = tokens.tolist(), put_back(source, target, masks)
+    assert len(part) == min(n, max_source - 1)
+    assert any(whole[start : start + len(part)] == part for start in range(n - len(part) + 1))
     assert 1 <= len(source) <= max_source - 1
     assert len(target) <= max_target - 1
     assert bool(target) == bool(n)
@@ -188,11 +190,20 @@ def test_a_long_document_loses_what_the_target_can_hold():
     made = spans(document(np.arange(FIRST, FIRST + 20_000)), dice(1))
     assert len(made.summary) == 511
     assert len(made.document) == 8191 - 384 + 128
-    places = made.summary[made.summary != MASK] - FIRST
+    places = made.summary[made.summary != MASK] - made.document[0]
     counts, _ = np.histogram(places, bins=8, range=(0, 8191))
     assert counts.min() > 20  # of 48
     assert Spans((MASK,), max_target=4096).amount(8191) == (1229, 410)
     assert "384 tokens in 128 spans that are missing from 8191" in str(spans)
+
+
+def test_a_long_document_is_read_from_anywhere():
+    """Every beginning is as likely, the first and the last one too; no part is shorter than what can be read."""
+    spans, draws = Spans((MASK,), 11, 5), 4_000
+    parts = [spans(document(np.arange(FIRST, FIRST + 17)), dice(seed)) for seed in range(draws)]
+    starts = Counter(put_back(part.document.tolist(), part.summary.tolist(), (MASK,))[0] - FIRST for part in parts)
+    assert set(starts) == set(range(17 - 10 + 1))
+    assert min(starts.values()) > 0.8 * draws / 8
 
 
 def test_an_unknown_sign_is_not_taken_for_a_span():

@@ -98,11 +98,11 @@ class Summaries:
 class Spans:
     """Take short spans out: "a b c d e f g" may become "a M d e N g", to be answered with "b c N f".
 
-    The document is cut to `max_source`, with room for the end that the collator adds. `masks` take turns. Spans do not
-    touch, and every way to place them is as likely, so they lie all over the document. Each costs the target its tokens
-    and one more, the mask or the end behind it: where all of them cost more than `max_target`, there are fewer, no
-    shorter ones. With 8192 and 512 tokens and the usual settings these are 128 spans with 384 tokens in all, one for 64
-    tokens read.
+    Of a document longer than `max_source` a part is read that begins anywhere, so that in some epoch its end is read
+    too. Room is left for the end that the collator adds. `masks` take turns. Spans do not touch, and every way to place
+    them is as likely, so they lie all over the part. Each costs the target its tokens and one more, the mask or the end
+    behind it: where all of them cost more than `max_target`, there are fewer, no shorter ones. With 8192 and 512 tokens
+    and the usual settings these are 128 spans with 384 tokens in all, one for 64 tokens read.
 
     A document of one token is one span. A document of none becomes one mask, with nothing to write but the end.
     """
@@ -119,7 +119,8 @@ class Spans:
 
     def __call__(self, example: Example, random: np.random.Generator) -> Example:
         """Take spans out of the document."""
-        tokens = self.cut(example.document)
+        latest = max(0, len(example.document) - self.max_source + 1)
+        tokens = self.cut(example.document, int(random.integers(latest + 1)))
         if not len(tokens):
             return Example(np.array(self.masks[:1]), tokens, example.id)
         masked, spans = self.amount(len(tokens))
@@ -134,9 +135,9 @@ class Spans:
         masked, spans = self.amount(self.max_source - 1)
         return f"Learning to write {masked} tokens in {spans} spans that are missing from {self.max_source - 1}."
 
-    def cut(self, document: np.ndarray) -> np.ndarray:
+    def cut(self, document: np.ndarray, start: int = 0) -> np.ndarray:
         """Give the tokens that are worked on; a mask among them, an unknown sign, would be taken for a span."""
-        tokens = document[: self.max_source - 1]
+        tokens = document[start : start + self.max_source - 1]
         return tokens[~np.isin(tokens, self.masks)]
 
     def amount(self, n: int) -> tuple[int, int]:
@@ -155,9 +156,10 @@ class GapSentences:
 
     The mask is the same for all, and not in the target: it is the text that a reader would write.
 
-    Sentences are ranked by `gap_choice`; of the first, twice as long together as what may be taken, some are drawn by
-    lot until `gap_density` of the document or `max_target` is reached, and at least one. A document with no sentence
-    that can be taken out, because it is one sentence or all are longer than the target, is left to `spans`.
+    The document is read from its beginning, as it is for a summary. Sentences are ranked by `gap_choice`; of the first,
+    twice as long together as what may be taken, some are drawn by lot until `gap_density` of the document or
+    `max_target` is reached, and at least one. A document with no sentence that can be taken out, because it is one
+    sentence or all are longer than the target, is left to `spans`.
     """
 
     spans: Spans
