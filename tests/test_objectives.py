@@ -325,18 +325,18 @@ def test_sentences_that_are_missing_can_be_put_back_and_fit(seed: int, choice: s
 def test_principal_sentences_are_drawn_from_the_best(seed: int):
     sentences = sentence_ids(seed, 11 + seed)
     n = sum(map(len, sentences))
-    pool = plain_pool(sentences, 2 * min(99, 0.3 * n))
+    pool = plain_pool(sentences, max(min(99, 0.3 * n), 0.5 * n))
     made = [gaps()(document(np.concatenate(sentences)), dice(seed, draw)) for draw in range(60)]
     seen = [taken_from(sentences, one) for one in made]
     assert {i for chosen in seen for i in chosen} == set(pool)
-    assert len({tuple(chosen) for chosen in seen}) > 5  # epochs differ
+    assert len({tuple(chosen) for chosen in seen}) > 2  # epochs differ
 
 
-def test_without_spare_the_best_sentence_is_taken(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(objectives, "SPARE", 0.0)
+def test_without_choice_the_best_sentence_is_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(objectives, "BETTER", 0.0)
     for seed in range(20):
         sentences = sentence_ids(seed, 9)
-        missing = taken_from(sentences, gaps()(document(np.concatenate(sentences)), dice(seed)))
+        missing = taken_from(sentences, gaps(gap_density=1e-9)(document(np.concatenate(sentences)), dice(seed)))
         assert missing == plain_pool(sentences, 0)
 
 
@@ -345,7 +345,7 @@ def test_lead_takes_the_first_and_random_any():
     n = sum(map(len, sentences))
     text = document(np.concatenate(sentences))
     lead = {i for draw in range(60) for i in taken_from(sentences, gaps(gap_choice="lead")(text, dice(draw)))}
-    reach = np.searchsorted(np.cumsum(list(map(len, sentences))), 2 * min(99, 0.3 * n)) + 1
+    reach = np.searchsorted(np.cumsum(list(map(len, sentences))), 0.5 * n) + 1
     assert lead == set(range(reach))
     chance = Counter(i for d in range(400) for i in taken_from(sentences, gaps(gap_choice="random")(text, dice(d))))
     assert set(chance) == set(range(40))
@@ -375,12 +375,17 @@ def test_sentences_longer_than_the_target_stay():
     assert taken_from(edge, gaps(max_target=20)(document(np.concatenate(edge)), dice(0))) == [1]
 
 
-def test_a_document_is_cut_before_sentences_are_chosen():
-    sentences = sentence_ids(5, 50)
-    whole = np.concatenate(sentences)
-    made = gaps(max_source=40)(document(whole), dice(0))
-    assert len(made.document) <= 39
-    assert sum(token != MASK for token in made.document) + len(made.summary) == 39
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_document_is_cut_before_sentences_are_chosen(choice: str):
+    whole = np.arange(11, 11 + 300)
+    whole[4::5] = STOP  # every word once, so that a part tells where it is from
+    starts = set()
+    for seed in range(200):
+        made = gaps(max_source=40, gap_choice=choice)(document(whole), dice(seed))
+        assert sum(token != MASK for token in made.document) + len(made.summary) == 39
+        words = [token for token in (*made.document, *made.summary) if token not in (MASK, STOP)]
+        starts.add(min(words) - 11)
+    assert starts == {0} if choice == "lead" else len(starts) > 100
 
 
 # --------------------------------------------------------------------------------------------------------------------

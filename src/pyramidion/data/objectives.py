@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("summaries", "spans", "gap-sentences")
 CHOICES = ("principal", "lead", "random")
-SPARE = 2.0  # sentences are drawn from the first in rank, so many times as long as what is taken
+BETTER = 0.5  # the share of a document in which sentences are chosen by lot: the first in rank
 UNWRITTEN = "ÀÁõö÷øùúûüýþÿ"  # as byte-level BPE writes C0, C1 and F5 to FF, which are in no UTF-8
 STREAM = 1  # beside seed, epoch and index: these random numbers are used for nothing else
 
@@ -119,8 +119,7 @@ class Spans:
 
     def __call__(self, example: Example, random: np.random.Generator) -> Example:
         """Take spans out of the document."""
-        latest = max(0, len(example.document) - self.max_source + 1)
-        tokens = self.cut(example.document, int(random.integers(latest + 1)))
+        tokens = self.part(example.document, random)
         if not len(tokens):
             return Example(np.array(self.masks[:1]), tokens, example.id)
         masked, spans = self.amount(len(tokens))
@@ -134,6 +133,11 @@ class Spans:
     def __str__(self) -> str:
         masked, spans = self.amount(self.max_source - 1)
         return f"Learning to write {masked} tokens in {spans} spans that are missing from {self.max_source - 1}."
+
+    def part(self, document: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Give as much of the document as can be read, from anywhere."""
+        latest = max(0, len(document) - self.max_source + 1)
+        return self.cut(document, int(random.integers(latest + 1)))
 
     def cut(self, document: np.ndarray, start: int = 0) -> np.ndarray:
         """Give the tokens that are worked on; a mask among them, an unknown sign, would be taken for a span."""
@@ -156,8 +160,8 @@ class GapSentences:
 
     The mask is the same for all, and not in the target: it is the text that a reader would write.
 
-    The document is read from its beginning, as it is for a summary. Sentences are ranked by `gap_choice`; of the first,
-    twice as long together as what may be taken, some are drawn by lot until `gap_density` of the document or
+    Of a long document a part is read, as with `spans`; for the `lead` it is the first. Sentences are ranked by
+    `gap_choice`; of the first, which are half of what is read, some are drawn by lot until `gap_density` of it or
     `max_target` is reached, and at least one. A document with no sentence that can be taken out, because it is one
     sentence or all are longer than the target, is left to `spans`.
     """
@@ -167,7 +171,8 @@ class GapSentences:
 
     def __call__(self, example: Example, random: np.random.Generator) -> Example:
         """Take sentences out of the document."""
-        tokens = self.spans.cut(example.document)
+        lead = self.spans.settings.gap_choice == "lead"
+        tokens = self.spans.cut(example.document) if lead else self.spans.part(example.document, random)
         ends = self.marks.ends(tokens)  # [sentences]
         lengths = np.diff(ends, prepend=0)
         chosen = self.choose(tokens, lengths, random)
@@ -187,7 +192,7 @@ class GapSentences:
         if len(lengths) < 2 or not len(ranked):
             return ranked[:0]
         budget = min(most, self.spans.settings.gap_density * len(tokens))
-        pool = ranked[: 1 + np.searchsorted(np.cumsum(lengths[ranked]), SPARE * budget)]
+        pool = ranked[: 1 + np.searchsorted(np.cumsum(lengths[ranked]), max(budget, BETTER * len(tokens)))]
         taken: list[int] = []
         total = 0
         for sentence in random.permutation(pool).tolist():
