@@ -14,8 +14,8 @@ help: ## show this list
 
 setup: .venv/.ready ## create .venv and install the pinned packages, unless that is done
 
-run: setup ## show what the operator keeps of a real text
-	$(BIN)/pyramidion demo
+run: setup ## summarise the built-in article with the bundled model, and show what was kept of it
+	$(BIN)/pyramidion explain --text --output explained.html
 
 test: setup ## run every test; those that need a GPU skip themselves without one
 	$(PYTEST)

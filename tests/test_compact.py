@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from pyramidion.modeling_pyramidion import (
     PyramidionModel,
 )
 from pyramidion.presets import preset
+from pyramidion.training.recipe import read_recipe
 from test_generation import TEXTS, write_model
 
 HEADER = {"format": "pyramidion-int8-v1"}
@@ -866,13 +868,30 @@ def test_other_names_are_folders(no_bundle: Path, small: Path):
             summarizer.model_folder(name)
 
 
-def test_the_installed_package_is_where_the_bundled_model_is_looked_for():
-    folder = Path(room.__file__).parent / "assets" / "default"
-    if (folder / "config.json").is_file():
-        assert summarizer.bundled_folder() == folder
-    else:
-        with pytest.raises(ValueError, match="no bundled model"):
-            summarizer.bundled_folder()
+def test_the_bundled_model_is_small_and_of_its_recipe():
+    folder = summarizer.bundled_folder()
+    assert folder == Path(room.__file__).parent / "assets" / "default"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 25_000_000
+    names = {"README.md", "config.json", "generation_config.json", FILE, "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    recipe = read_recipe(Path(room.__file__).parents[2] / "recipes" / "default" / "summaries.yaml", {})
+    saved, asked = PyramidionConfig.from_pretrained(folder).to_dict(), recipe.config(16384).to_dict()
+    apart = {"dtype", "transformers_version", "architectures", "use_cache", "scorer"}  # `scorer` None is linear
+    assert {k: v for k, v in saved.items() if k not in apart} == {k: v for k, v in asked.items() if k not in apart}
+
+
+def test_the_bundled_model_writes_without_a_network(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a connection was asked for")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    bundled = Summarizer.from_pretrained("default", device="cpu")
+    places = "Neurons of the hippocampus fire when a mouse is in one place of its cage. " * 30
+    ions = "Proteins of the membrane let ions pass into the cell when the voltage rises. " * 30
+    first, second = (bundled([text], num_beams=1, max_new_tokens=40)[0].text for text in (places, ions))
+    assert "hippocamp" in first.lower()
+    assert "hippocamp" not in second.lower()
+    assert len(first.split()) > 10
 
 
 @pytest.mark.parametrize(

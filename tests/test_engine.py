@@ -617,8 +617,9 @@ def test_the_summarizer_writes_with_it(monkeypatch: pytest.MonkeyPatch):
     assert Summarizer.__init__.__kwdefaults__["engine"] is engine.generate
     called: list[Any] = []
     monkeypatch.setattr(engine, "decode", lambda *given: called.append(given))
-    engine.generate(1, 2, 3, 4)
-    assert called == [(1, 2, 3, 4)]
+    ids = torch.zeros(1, 2)
+    engine.generate(1, ids, 3, 4)
+    assert called == [(1, ids, 3, 4)]
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,6 @@ ROOMS = (
     "serve",
     "pyramidion",
     "bench",
-    "demo",
     "cli",
 )
 MODELING = {"configuration_pyramidion", "modeling_pyramidion", "presets", "complexity"}

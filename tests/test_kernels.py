@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 from pyramidion.kernels import feed_forward, functions, residual, tiles
 from pyramidion.kernels.chance import scale, threshold
+from pyramidion.kernels.launching import unplanned
 from pyramidion.kernels.tiles import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -342,3 +343,19 @@ def test_recomputing_drops_the_same(reentrant: bool, everywhere: list[bool]) -> 
     found = learned(made)
     for name, one in want.items():
         torch.testing.assert_close(found[name], one, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shapes that never come again
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_unplanned_leaves_cudnn_out_and_all_as_it_was():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with unplanned(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    with unplanned(torch.device("cpu")):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -53,27 +53,6 @@ def _let_threads_sleep() -> None:
 
 
 @main.command()
-def demo(
-    file: Annotated[Path | None, typer.Argument(help="A text to shorten; without one, a text of our own.")] = None,
-    keep: Annotated[int, typer.Option(help="How many representations to keep.")] = 64,
-) -> None:
-    """Show the operator at work on one text.
-
-    Example: pyramidion demo report.txt --keep 32
-    """
-    if keep < 1:
-        refuse(f"`--keep` must be at least 1, got {keep}.")
-    if file is not None and not file.is_file():
-        refuse(f"`FILE` must be a text file that exists, got {str(file)!r}.")
-    from pyramidion.demo import run
-
-    try:
-        run(file, keep)
-    except ValueError as error:
-        refuse(str(error))
-
-
-@main.command()
 def presets(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, to read all about it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for a program.")] = False,

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from pyramidion.generation.loop import decode
+from pyramidion.kernels.launching import unplanned
 
 # model, input_ids [b n], attention_mask [b n], how to search -> tokens [b t], start and padding included
 Engine = Callable[[Any, Tensor, Tensor, GenerationConfig], Tensor]
@@ -15,7 +16,8 @@ Engine = Callable[[Any, Tensor, Tensor, GenerationConfig], Tensor]
 
 def generate(model: Any, input_ids: Tensor, attention_mask: Tensor, generation: GenerationConfig) -> Tensor:
     """Write with the fast decode loop, and with transformers' own where that is not supported."""
-    return decode(model, input_ids, attention_mask, generation)
+    with unplanned(input_ids.device):
+        return decode(model, input_ids, attention_mask, generation)
 
 
 def generate_plainly(model: Any, input_ids: Tensor, attention_mask: Tensor, generation: GenerationConfig) -> Tensor:

@@ -6,7 +6,6 @@ values are never moved either. A beam that goes on from another one only notes w
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pyramidion.compact import ByteMatrix
 from pyramidion.generation.search import Search
 from pyramidion.kernels.functions import stream
+from pyramidion.kernels.launching import unplanned
 from pyramidion.modeling_pyramidion import (
     PyramidionForConditionalGeneration,
     PyramidionResidual,
@@ -28,7 +27,6 @@ from pyramidion.modeling_pyramidion import (
 )
 
 PRODUCTS = ("attention", "attention_out", "cross", "cross_out", "widen", "narrow")  # of a layer, in order of use
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for each length
 BY_COLUMNS = range(4, 16)  # rows: for these a CPU multiplies slowly by weights whose rows lie together
 
 
@@ -189,7 +187,7 @@ class Decoder:
 
     def step(self, length: int) -> None:
         """Write one token; the texts have fewer than `length`, start token counted, or as many."""
-        with _kernels(self.head.device):
+        with unplanned(self.head.device):
             self.search.choose(self.logits(length), length)
 
     def logits(self, length: int) -> Tensor:
@@ -228,11 +226,6 @@ class Decoder:
         """Attend from query [b beams h e] to key and value [b h n e] -> [r d]."""
         mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, mask)  # [b h beams e]
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def _kernels(device: torch.device) -> AbstractContextManager[Any]:
-    """Choose torch's attention on a GPU; elsewhere it has one."""
-    return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 __all__ = ["Decoder", "compute_dtype"]

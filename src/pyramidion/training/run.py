@@ -13,7 +13,7 @@ from transformers.utils import logging
 from pyramidion.data import TokenStore
 from pyramidion.data.objectives import Objective, make_objective
 from pyramidion.disk import write_whole
-from pyramidion.kernels.launching import choose_device
+from pyramidion.kernels.launching import choose_device, unplanned
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
 from pyramidion.training.checkpoint import is_full, read_manifest
 from pyramidion.training.recipe import DEFAULTS, Recipe
@@ -65,7 +65,7 @@ def train(
     store = TokenStore.open(data)
     parts, at_once = recipe.split(world)
     logging.disable_progress_bar()  # of transformers, for every file it writes
-    with Bell() as bell:
+    with Bell() as bell, unplanned(device):
         set_seed(recipe.seed)
         shown: dict[str, Any] = {"tell": tell, "progress": progress, "machine": machine}
         model = _model(recipe, store)
