@@ -88,6 +88,15 @@ def test_odd_lengths(name: str, length: int):
     assert 2 * count(preset(name), length=length, target=7).products == counted_by_torch(preset(name), length, 7)
 
 
+@pytest.mark.parametrize("length", [61, 8193])
+def test_copying_is_counted(length: int):
+    config = preset("row-23", copies=True)
+    cost = count(config, length=length, target=7)
+    assert 2 * cost.products == counted_by_torch(config, length, 7)
+    assert cost.of("copying").multiplications > 0
+    assert not count(preset("row-23"), length=length, target=7).of("copying").rows
+
+
 @pytest.mark.parametrize("name", ["row-3", "row-5", "row-11", "row-14", "row-23"])
 def test_one_token(name: str):
     outer = 2 * 2 * 6 * 64 * 64 if name == "row-14" else 0  # key with value: torch sees no product of matrices
@@ -317,7 +326,12 @@ def test_kept_bytes_are_those_that_autograd_keeps(name: str, implementation: str
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dropout": 0.0, "activation_dropout": 0.0}, {"activation_function": "gelu"}, {"pre_norm": True}],
+    [
+        {"dropout": 0.0, "activation_dropout": 0.0},
+        {"activation_function": "gelu"},
+        {"pre_norm": True},
+        {"copies": True},
+    ],
     ids=str,
 )
 def test_kept_bytes_with_other_settings(changes: dict[str, Any]):

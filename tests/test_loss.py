@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.backends.common
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from hypothesis import HealthCheck, given, settings
@@ -360,11 +361,42 @@ def test_may_be_checkpointed(reentrant: bool) -> None:
     assert all(torch.equal(one, two) for one, two in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("of_x", [True, False])
-def test_operators_are_registered_as_torch_asks(way: str, of_x: bool) -> None:
+def test_operators_are_registered_as_torch_asks(way: str, of_x: bool, mixed: bool) -> None:
     x, weight, labels = draw(13, 3, 19)
-    inputs = x.requires_grad_(of_x), weight.requires_grad_(), labels, 0.1, LEFT_OUT, 5, torch.bfloat16, way == "triton"
-    torch.library.opcheck(loss._sum.registered, (*inputs, of_x, True))
+    ways = [(-torch.rand(13)).requires_grad_() for _ in range(2)] if mixed else [None, None]
+    inputs = x.requires_grad_(of_x), weight.requires_grad_(), labels, *ways
+    options = 0.1, LEFT_OUT, 5, torch.bfloat16, way == "triton", of_x, True
+    torch.library.opcheck(loss._sum.registered, (*inputs, *options))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_label_may_come_from_elsewhere(way: str, smoothing: float, chunk: int | None) -> None:
+    """Loss and all four gradients are those of -log(written · p + copied), in float64 and with torch's own parts."""
+    x, weight, labels = draw(17, 6, 23)
+    share = torch.rand(17, dtype=torch.float64) * 0.9
+    written, copied = (1 - share).log(), (share * torch.rand(17)).log()
+    copied[3] = -87.0  # nothing
+    plain = [one.double().requires_grad_() for one in (x, weight, written, copied)]
+    options = {"label_smoothing": smoothing, "ignore_index": LEFT_OUT, "reduction": "none"}
+    losses = F.cross_entropy(plain[0] @ plain[1].T, labels, **options)
+    want = -torch.logaddexp(plain[2] - losses, plain[3])[labels != LEFT_OUT].mean()
+    fast = [one.float().detach().requires_grad_() for one in (x, weight, written, copied)]
+    ways = {"written": fast[2], "copied": fast[3]}
+    got = linear_cross_entropy(fast[0], fast[1], labels, smoothing=smoothing, chunk=chunk, **ways)
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-6)
+    for one, two in zip(torch.autograd.grad(got, fast), torch.autograd.grad(want, plain), strict=True):
+        torch.testing.assert_close(one.double(), two, atol=2e-6, rtol=2e-5)
+
+
+def test_ways_are_refused_where_they_do_not_fit() -> None:
+    x, weight, labels = draw(5, 3, 7)
+    with pytest.raises(ValueError, match="`written` must be given where the other one is"):
+        linear_cross_entropy(x, weight, labels, copied=torch.zeros(5))
+    with pytest.raises(ValueError, match=r"`copied` must be float32 or float64 and one for each of the 5 labels"):
+        linear_cross_entropy(x, weight, labels, written=torch.zeros(5), copied=torch.zeros(4))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -56,6 +56,8 @@ class PyramidionConfig(PreTrainedConfig):
         scorer_dimension: The coordinate that the `embedding` scorer reads.
         pre_norm: Normalise before each sublayer instead of after it, as the paper does.
         decoder_positions: Add sinusoids to the decoder's input. The paper adds none: the memory carries positions.
+        copies: Let a token be copied from the memory as well as written: the one that won a slot, with the share that
+            it holds there. The scorer then learns to keep what is worth copying. Not in the paper.
 
     The other arguments mean what they mean in every transformer.
 
@@ -69,7 +71,9 @@ class PyramidionConfig(PreTrainedConfig):
     ```"""
 
     model_type = "pyramidion"
-    keys_to_ignore_at_inference = ["past_key_values", "memory_mask"]  # noqa: RUF012, transformers' own name and form
+    keys_to_ignore_at_inference = [  # noqa: RUF012, transformers' own name and form
+        *("past_key_values", "memory_mask", "memory_tokens", "memory_shares")
+    ]
     attribute_map = {"d_model": "hidden_size", "num_hidden_layers": "decoder_layers"}  # noqa: RUF012
 
     vocab_size: int = 32768
@@ -94,6 +98,7 @@ class PyramidionConfig(PreTrainedConfig):
     activation_function: str = "relu"
     pre_norm: bool = False
     decoder_positions: bool = False
+    copies: bool = False
     dropout: float = 0.1
     attention_dropout: float = 0.1
     activation_dropout: float = 0.1

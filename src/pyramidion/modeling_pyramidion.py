@@ -64,6 +64,8 @@ class PyramidionEncoderOutput(BaseModelOutput):
     last_hidden_state  [b k d]  the memory; a document with fewer representations has its own first
     memory_mask        [b k]    True for a real one, None where all are. It travels with the memory, because `generate`
                                 knows only the mask of the source
+    memory_tokens, memory_shares  [b k] the token that won each slot, and how much of the slot it holds, 0 where there
+                                is none; only with `copies`
     hidden_states      what enters the first layer and leaves each one, [b n d] each, with `output_hidden_states`
     attentions         weights of each layer, over blocks [B h m m] or documents [b h n n], with `output_attentions`
     selections         the Selection of each layer that pools, with `output_selections`; the first one starts from
@@ -73,6 +75,8 @@ class PyramidionEncoderOutput(BaseModelOutput):
     """
 
     memory_mask: Tensor | None = None
+    memory_tokens: Tensor | None = None
+    memory_shares: Tensor | None = None
     selections: tuple[Selection, ...] | None = None
     selection: Selection | None = None
 
@@ -82,6 +86,8 @@ class PyramidionModelOutput(Seq2SeqModelOutput):
     """transformers' Seq2SeqModelOutput, with the encoder's account."""
 
     memory_mask: Tensor | None = None
+    memory_tokens: Tensor | None = None
+    memory_shares: Tensor | None = None
     encoder_selections: tuple[Selection, ...] | None = None
     encoder_selection: Selection | None = None
 
@@ -91,6 +97,8 @@ class PyramidionLMOutput(Seq2SeqLMOutput):
     """transformers' Seq2SeqLMOutput, with the encoder's account."""
 
     memory_mask: Tensor | None = None
+    memory_tokens: Tensor | None = None
+    memory_shares: Tensor | None = None
     encoder_selections: tuple[Selection, ...] | None = None
     encoder_selection: Selection | None = None
 
@@ -395,6 +403,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             hidden_states=None if trace.states is None else tuple(trace.states),
             attentions=None if trace.attentions is None else tuple(trace.attentions),
             memory_mask=None if layout.equal else layout.document_mask,
+            **(self._winners(tokens, layout, trace.selections) if self.config.copies else {}),
             **(chosen() if output_selections else {}),
         )
 
@@ -463,6 +472,21 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         if self.config.attention == "full":
             return received(weights, layout.document_mask)
         return layout.unpack(received(weights, layout.mask))
+
+    def _winners(self, tokens: Tensor, layout: Layout, selections: list[Selection]) -> dict[str, Any]:
+        """Say which token [b n] won each slot of the memory, layer upon layer, and how much of it that is."""
+        if tokens.is_floating_point():
+            raise ValueError("`inputs_embeds` must be left out with `copies`: only tokens can be copied.")
+        shares = torch.ones(tokens.shape, device=tokens.device)
+        for selection in () if self.spreads else selections:
+            winners = selection.winners.clamp(min=0)  # [b k]
+            shares = shares.gather(1, winners) * selection.weights.gather(1, winners).to(shares.dtype)
+            tokens = tokens.gather(1, winners)
+        real = layout.document_mask
+        return {
+            "memory_tokens": tokens[:, : layout.n],
+            "memory_shares": shares[:, : layout.n].masked_fill(~real, 0),
+        }
 
     def _account(
         self, source: Tensor, mask: Tensor | None, longest: int, selections: list[Selection]
@@ -708,6 +732,48 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
 # --------------------------------------------------------------------------------------------------------------------
 
 
+class PyramidionCopier(nn.Module):
+    """Copy from the memory: attend to its slots with one wide head, and take the tokens that won them.
+
+    A token is written by the head over the vocabulary, or copied. `forward` says how likely each slot's token is to be
+    copied; what is left of 1 is for the vocabulary. Of a slot that is a blend, only the winner's share can be copied.
+    """
+
+    def __init__(self, config: PyramidionConfig) -> None:
+        super().__init__()
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.gate = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, x: Tensor, memory: Tensor, shares: Tensor) -> Tensor:
+        """Give from x [b t d], memory [b k d] and its winners' shares [b k] the probabilities [b t k], in float32."""
+        return self.attend(self.query(x), self.gate(x), memory, shares)
+
+    @staticmethod
+    def attend(query: Tensor, gate: Tensor, memory: Tensor, shares: Tensor) -> Tensor:
+        """Do the same with the query [b t d] and the gate's logit [b t 1] at hand."""
+        scores = (query @ memory.transpose(1, 2).to(query.dtype)).float() * memory.shape[-1] ** -0.5  # [b t k]
+        shares = shares.unsqueeze(1)  # [b 1 k]
+        scores = scores.masked_fill(shares == 0, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1) * shares * gate.float().sigmoid()
+
+    @staticmethod
+    def mix(logits: Tensor, copied: Tensor, tokens: Tensor) -> Tensor:
+        """Give the logarithms of all probabilities [b t v]: of logits [b t v], and of tokens [b k] that are copied."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        written = logits.softmax(-1, dtype=wide) * (1 - copied.sum(-1, keepdim=True))
+        places = tokens.unsqueeze(1).expand(copied.shape)
+        return written.scatter_add(-1, places, copied.to(wide)).clamp(min=torch.finfo(wide).tiny).log()
+
+    @staticmethod
+    def of_labels(copied: Tensor, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Give for labels [b t] the logarithms [b*t] of what is not copied, and of copying just that label."""
+        tiny = torch.finfo(copied.dtype).tiny
+        same = tokens.unsqueeze(1) == labels.unsqueeze(2)  # [b t k]
+        found = torch.where(same, copied, 0).sum(-1).clamp(min=tiny).log()
+        rest = (1 - copied.sum(-1)).clamp(min=torch.finfo(copied.dtype).eps).log()
+        return rest.flatten(), found.flatten()
+
+
 class PyramidionEncoderModel(PyramidionPreTrainedModel):
     """Encode long documents into few representations: the encoder by itself."""
 
@@ -808,6 +874,8 @@ class PyramidionModel(PyramidionPreTrainedModel):
             encoder_hidden_states=memory.hidden_states,
             encoder_attentions=memory.attentions,
             memory_mask=memory.memory_mask,
+            memory_tokens=memory.memory_tokens,
+            memory_shares=memory.memory_shares,
             encoder_selections=memory.selections,
             encoder_selection=memory.selection,
         )
@@ -822,6 +890,7 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
         super().__init__(config)
         self.model = PyramidionModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.copier = PyramidionCopier(config) if config.copies else None
         self.post_init()
 
     @can_return_tuple
@@ -867,20 +936,36 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
             **kwargs,
         )
         x, loss = outputs.last_hidden_state, None  # [b t d]
+        copied = self._copied(x, outputs)
         if labels is not None:  # they stand one step behind the input already
+            labels = labels.to(x.device)
+            ways = (None, None) if copied is None else PyramidionCopier.of_labels(*copied, labels)
             loss = linear_cross_entropy(
                 x.flatten(0, 1),
                 self.lm_head.weight,
-                labels.to(x.device).flatten(),
+                labels.flatten(),
                 count=num_items_in_batch,
                 smoothing=label_smoothing,
+                written=ways[0],
+                copied=ways[1],
             )
         if output_logits is None:
             output_logits = labels is None or not self.training
         logits = self.lm_head(x) if output_logits else None  # [b t v]
+        if logits is not None and copied is not None:
+            logits = PyramidionCopier.mix(logits, *copied)
         return PyramidionLMOutput(
             loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name != "last_hidden_state"}
         )
+
+    def _copied(self, x: Tensor, outputs: PyramidionModelOutput) -> tuple[Tensor, Tensor] | None:
+        """Say how likely each slot's token is to be copied [b t k], and which it is [b k]; None if none ever is."""
+        if self.copier is None:
+            return None
+        tokens, shares = outputs.memory_tokens, outputs.memory_shares
+        if tokens is None or shares is None:
+            raise ValueError("`encoder_outputs` must hold the tokens of the memory, because the model copies.")
+        return self.copier(x, outputs.encoder_last_hidden_state, shares), tokens
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Shift labels [b t] right behind the start token, padding where they are -100."""

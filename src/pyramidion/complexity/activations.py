@@ -233,6 +233,11 @@ def output_head(config: PyramidionConfig, target: int, how: Precision) -> int:
     return target * config.hidden_size * how.bytes  # the gradient of what the vocabulary is compared with
 
 
+def copying(config: PyramidionConfig, target: int, memory: int, how: Precision) -> int:
+    """Keep the query and its input, and for each slot its weight, what is copied of it, and whether it is the label."""
+    return 2 * target * config.hidden_size * how.bytes + target * memory * (2 * FLOAT + 1)
+
+
 def final_norm(config: PyramidionConfig, tokens: int) -> int:
     """Keep what the last norm of a model that normalises first needs: input, mean and deviation."""
     return tokens * (config.hidden_size + 2) * FLOAT if config.pre_norm else 0

@@ -25,6 +25,7 @@ DECODER = (
     "cross-attention",
     "decoder feed-forward",
     "output head",
+    "copying",
 )
 PARTS = ("embedding", *ENCODER, *DECODER)
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -177,6 +178,9 @@ def _decoder_rows(config: PyramidionConfig, length: int | None, target: int, how
         transformed = kept.feed_forward(config, target, how)
         yield Row("decoder feed-forward", layer, products.feed_forward(config, target), transformed)
     yield Row("output head", None, target * d * config.vocab_size, kept.output_head(config, target, how))
+    if config.copies:
+        looked = target * (d + 1) * d + target * memory * d
+        yield Row("copying", None, looked, kept.copying(config, target, memory, how))
 
 
 def _times(rows: Iterable[Row], batch: int) -> Cost:

@@ -27,6 +27,7 @@ def serves(model: PyramidionForConditionalGeneration, search: Search, k: int) ->
     config, dtype, rows = model.config, compute_dtype(model), search.documents * search.rules.beams
     known = (
         config.activation_function == "relu"
+        and not config.copies
         and search.rules.limit > 1
         and decoding.serves(dtype, config.hidden_size, config.num_attention_heads)
     )

@@ -54,7 +54,7 @@ HANDED = {"encoder_outputs", "attention_mask", "past_key_values", "use_cache", "
 PARTS = {
     *(modeling.PyramidionDecoder, modeling.PyramidionDecoderLayer, modeling.PyramidionDecoderAttention),
     *(modeling.PyramidionResidual, modeling.PyramidionFeedForward, modeling.PyramidionEmbedding),
-    *(modeling.PyramidionNorm, nn.Linear, nn.ModuleList),
+    *(modeling.PyramidionNorm, modeling.PyramidionCopier, nn.Linear, nn.ModuleList),
 }
 
 
@@ -99,18 +99,25 @@ def check_model(model: Any) -> None:
     if model.training:
         raise Unsupported("training mode")
     decoder = model.model.decoder
-    for name, part in (*decoder.named_modules(), ("head", model.lm_head)):
+    copier = [] if model.copier is None else model.copier.named_modules()
+    for name, part in (*decoder.named_modules(), ("head", model.lm_head), *copier):
         if ".activation" in name:
             continue
         if type(part) not in PARTS:
             raise Unsupported(f"a decoder with {type(part).__name__}")
         if not name.endswith((".cross_attention.key", ".cross_attention.value")) and _watched(part):
             raise Unsupported(f"a hook on {type(part).__name__}")
-    weights = [*decoder.parameters(), model.lm_head.weight]
+    weights = _weights(model)
     if any(type(weight) is not nn.Parameter or not weight.numel() for weight in weights):
         raise Unsupported("weights that are spread over devices")
     if len({weight.device for weight in weights}) > 1 or weights[0].device.type == "meta":
         raise Unsupported("weights on several devices")
+
+
+def _weights(model: Any) -> list[Any]:
+    """List the weights that writing reads."""
+    copier = [] if model.copier is None else model.copier.parameters()
+    return [*model.model.decoder.parameters(), model.lm_head.weight, *copier]
 
 
 def _watched(part: nn.Module) -> bool:
@@ -197,12 +204,17 @@ class Writer:
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def write(
-        self, model: modeling.PyramidionForConditionalGeneration, start: Tensor, memory: Tensor, mask: Tensor | None
+        self,
+        model: modeling.PyramidionForConditionalGeneration,
+        start: Tensor,
+        memory: modeling.PyramidionEncoderOutput,
     ) -> Tensor:
-        """Write about documents from their start tokens [b*beams 1], memory [b*beams k d] and its mask [b*beams k]."""
+        """Write about documents from their start tokens [b*beams 1] and what was kept of them [b*beams k d]."""
         beams, limit = self.search.rules.beams, self.search.rules.limit
         self.decoder.refresh(model)
-        self.decoder.read(model, memory, mask, beams)
+        kept, tokens, shares = memory.last_hidden_state, memory.memory_tokens, memory.memory_shares
+        words = None if tokens is None or shares is None else (tokens, shares)
+        self.decoder.read(model, kept, memory.memory_mask, beams, words)
         self.search.reset(start[::beams, 0])
         live = _Watch(self.search.live, self.pace.check)
         position = 0
@@ -278,7 +290,7 @@ def writer_for(
         return Writer(model, rules, b, k, masked)
     rows, wide = up(b, pace.grain[0]) if b > 2 else b, up(k, pace.grain[1])
     masked = masked or wide > k
-    weights = tuple(weight.data_ptr() for weight in (*model.model.decoder.parameters(), model.lm_head.weight))
+    weights = tuple(weight.data_ptr() for weight in _weights(model))
     autocast = torch.is_autocast_enabled(model.device.type)
     key = (rules, rows, wide, masked, compute_dtype(model), autocast, weights)
     kept = _KEPT.setdefault(model, OrderedDict())
@@ -329,7 +341,7 @@ def _write(
     try:
         with torch.cuda.device(model.device) if input_ids.is_cuda else nullcontext():
             writer = writer_for(model, rules, b, k, memory.memory_mask is not None)
-            return writer.write(model, input_ids, memory.last_hidden_state, memory.memory_mask)
+            return writer.write(model, input_ids, memory)
     except BaseException:
         forget(model)  # a half-made graph, or no memory left
         raise

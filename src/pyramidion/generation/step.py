@@ -20,6 +20,7 @@ from pyramidion.generation.search import Search
 from pyramidion.kernels.functions import stream
 from pyramidion.kernels.launching import unplanned
 from pyramidion.modeling_pyramidion import (
+    PyramidionCopier,
     PyramidionForConditionalGeneration,
     PyramidionResidual,
     sinusoids,
@@ -121,6 +122,35 @@ def compute_dtype(model: PyramidionForConditionalGeneration) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
 
 
+class Copy:
+    """Let tokens be copied from the memory: its vectors [b k d], the tokens of its slots and their shares [b k]."""
+
+    def __init__(self, model: PyramidionForConditionalGeneration, documents: int, k: int, dtype: torch.dtype) -> None:
+        self.look = self.looks(model, dtype)
+        place = {"device": model.device}
+        self.memory = torch.zeros(documents, k, model.config.hidden_size, dtype=dtype, **place)
+        self.tokens = torch.zeros(documents, k, dtype=torch.int64, **place)
+        self.shares = torch.zeros(documents, k, **place)
+
+    @staticmethod
+    def looks(model: PyramidionForConditionalGeneration, dtype: torch.dtype) -> Dense:
+        """Put the copier's query and gate side by side."""
+        assert model.copier is not None
+        return fuse(dtype, model.copier.query, model.copier.gate)
+
+    def read(self, memory: Tensor, tokens: Tensor, shares: Tensor) -> None:
+        """Take up documents; the places behind them hold nothing that could be copied."""
+        b, k = tokens.shape
+        self.shares.zero_()
+        self.memory[:b, :k], self.tokens[:b, :k], self.shares[:b, :k] = memory, tokens, shares
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Turn logits [r v] for rows x [r d] into the logarithms of all probabilities."""
+        looked = self.look(x).unflatten(0, (len(self.tokens), -1))  # [b beams d+1]
+        copied = PyramidionCopier.attend(looked[..., :-1], looked[..., -1:], self.memory, self.shares)
+        return PyramidionCopier.mix(logits.unflatten(0, looked.shape[:2]), copied, self.tokens).flatten(0, 1)
+
+
 class Decoder:
     """Decode one token for all texts, beside a memory whose keys and values were computed once.
 
@@ -141,6 +171,7 @@ class Decoder:
         self.blocks = [Block.of(layer, dtype) for layer in model.model.decoder.layers]
         self.embed, self.norm = model.model.decoder.embed_tokens, model.model.decoder.norm
         self.head = model.lm_head.weight.detach().to(dtype)
+        self.copy = None if model.copier is None else Copy(model, documents, k, dtype)
         self.table = None
         if config.decoder_positions:
             self.table = sinusoids(torch.arange(capacity, device=device), config.hidden_size)
@@ -153,9 +184,11 @@ class Decoder:
     def refresh(self, model: PyramidionForConditionalGeneration) -> None:
         """Copy the model's weights again into what is not their own memory: they may have been trained since."""
         fresh = (Block.of(layer, self.dtype) for layer in model.model.decoder.layers)
+        copy = [] if self.copy is None else [self.copy.look.weight, self.copy.look.bias]
+        again = [] if self.copy is None else [Copy.looks(model, self.dtype).weight, Copy.looks(model, self.dtype).bias]
         pairs = zip(
-            chain([self.head], *(block.tensors() for block in self.blocks)),
-            chain([model.lm_head.weight.detach().to(self.dtype)], *(block.tensors() for block in fresh)),
+            chain([self.head], copy, *(block.tensors() for block in self.blocks)),
+            chain([model.lm_head.weight.detach().to(self.dtype)], again, *(block.tensors() for block in fresh)),
             strict=True,
         )
         for kept, new in pairs:
@@ -163,11 +196,21 @@ class Decoder:
                 kept.copy_(new)
 
     def read(
-        self, model: PyramidionForConditionalGeneration, memory: Tensor, mask: Tensor | None, beams: int = 1
+        self,
+        model: PyramidionForConditionalGeneration,
+        memory: Tensor,
+        mask: Tensor | None,
+        beams: int = 1,
+        words: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Project the memory [b k d] into keys and values, once; `beams` says how often it holds each document."""
+        """Project the memory [b k d] into keys and values, once; `beams` says how often it holds each document.
+
+        `words` are the tokens that won its slots, and their shares, for a model that copies.
+        """
         self._lay_out(self.search.documents * self.search.rules.beams)
         memory = memory[::beams]
+        if self.copy is not None and words is not None:
+            self.copy.read(memory, words[0][::beams], words[1][::beams])
         b, k = memory.shape[:2]
         layers: Any = model.model.decoder.layers
         for layer, cache, kept in zip(layers, self.cache, self.memory, strict=True):
@@ -206,7 +249,9 @@ class Decoder:
                 (dense, block.transform),
                 pre_norm=self.pre,
             )
-        return self.project(x if self.norm is None else self.norm(x))
+        x = x if self.norm is None else self.norm(x)
+        logits = self.project(x)
+        return logits if self.copy is None else self.copy(x, logits)
 
     def _look_back(self, x: Tensor, block: Block, cache: Tensor, visible: Tensor) -> tuple[Tensor, None]:
         """Attend from x [r d] to all that the document's beams have written, as far as it is one's own past."""

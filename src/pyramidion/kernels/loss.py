@@ -30,6 +30,8 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     ignored: int = -100,
     chunk: int | None = None,
+    written: Tensor | None = None,
+    copied: Tensor | None = None,
 ) -> Tensor:
     """Sum the cross-entropies of the logits x @ weight.T at their labels, and divide by `count`: a scalar.
 
@@ -40,15 +42,20 @@ def linear_cross_entropy(
                that the loss of none is 0 and not NaN
     smoothing  the part of each label that is spread over all v classes, as F.cross_entropy's `label_smoothing`
     chunk      rows at a time; by default as many as fit the room for logits
+    written, copied  [t] for a label that may also come from elsewhere: the logarithms of the probability that it comes
+               from the logits at all, and that it comes from elsewhere and is this one. The loss of a row is then
+               -log(exp(written - loss) + exp(copied)), where `loss` is that of its logits, smoothed or not
 
     Returns float32 (float64 for float64). Nothing waits for the device. With gradients enabled, what x and weight ask
     for is computed on the way forward. A label outside the vocabulary is refused where looking costs nothing: on the
     CPU, outside torch.compile; the kernels make NaN of its row.
     """
     _check(x, weight, labels, smoothing, ignored, chunk)
+    _check_mixed(labels, written, copied)
     learns = torch.is_grad_enabled()
     wants = learns and x.requires_grad, learns and weight.requires_grad
-    total: Tensor = _sum(x, weight, labels, float(smoothing), ignored, chunk, _precision(x), served(x), *wants)[0]
+    given = (float(smoothing), ignored, chunk, _precision(x), served(x), *wants)
+    total: Tensor = _sum(x, weight, labels, written, copied, *given)[0]
     if count is None:
         count = (labels != ignored).sum().clamp(min=1)
     return total / (count.to(total.dtype) if isinstance(count, Tensor) else count)
@@ -58,12 +65,12 @@ def linear_cross_entropy(
 
 
 def _forward(
-    x: Tensor, weight: Tensor, labels: Tensor, smoothing: float, ignored: int, chunk: int | None,
-    dtype: torch.dtype, fused: bool, of_x: bool, of_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sum the losses -> the sum, its gradient of x [t d] and of weight [v d]; [0] where one is not wanted."""
-    total, grad_x, grad_weight = _forward_fake(
-        x, weight, labels, smoothing, ignored, chunk, dtype, fused, of_x, of_weight
+    x: Tensor, weight: Tensor, labels: Tensor, written: Tensor | None, copied: Tensor | None,
+    smoothing: float, ignored: int, chunk: int | None, dtype: torch.dtype, fused: bool, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum the losses -> the sum, its gradient of x [t d], weight [v d], `written` and `copied` [t]; [0] if unwanted."""
+    total, grad_x, grad_weight, grad_written, grad_copied = _forward_fake(
+        x, weight, labels, written, copied, smoothing, ignored, chunk, dtype, fused, of_x, of_weight
     )
     (t, _), v = x.shape, weight.shape[0]
     size = chunk or _fit(t, v, dtype if fused else total.dtype, x.device)
@@ -76,21 +83,41 @@ def _forward(
         some = x[rows].to(dtype)
         logits = torch.mm(some, factor.T, out=room[: rows.stop - start])
         score_rows(logits, labels[rows], losses[rows], smoothing, ignored, of_x or of_weight)
+        if written is not None and copied is not None:
+            own, both = _mix(losses[rows], labels[rows] == ignored, written[rows], copied[rows])
+            torch.neg(own, out=grad_written[rows])
+            torch.neg(both - own, out=grad_copied[rows])
+            logits.mul_(own.unsqueeze(1))
         if of_x:  # the logits are gradients from here on
             torch.mm(logits, factor, out=grad_x[rows])
         if of_weight:
             _add_product(grad_weight, logits.T, some)
-    return losses.sum(), grad_x, grad_weight
+    return losses.sum(), grad_x, grad_weight, grad_written, grad_copied
+
+
+def _mix(losses: Tensor, hole: Tensor, written: Tensor, copied: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn the losses [c] of logits into those of both ways to a label; give the share of the first, and of both: 1 or,
+    where a label is left out, 0.
+    """
+    first = written - losses
+    either = torch.logaddexp(first, copied)
+    losses.copy_(-either).masked_fill_(hole, 0)
+    counted = (~hole).to(losses.dtype)
+    return (first - either).exp() * counted, counted
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor, labels: Tensor, smoothing: float, ignored: int, chunk: int | None,
-    dtype: torch.dtype, fused: bool, of_x: bool, of_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, labels: Tensor, written: Tensor | None, copied: Tensor | None,
+    smoothing: float, ignored: int, chunk: int | None, dtype: torch.dtype, fused: bool, of_x: bool, of_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     wide = torch.promote_types(dtype, torch.float32)
     grad_x = x.new_empty(x.shape if of_x else (0,), dtype=dtype)
     grad_weight = x.new_empty(weight.shape if of_weight else (0,), dtype=wide)
-    return x.new_empty((), dtype=wide), grad_x, grad_weight
+    mixed = (0,) if written is None else labels.shape
+    return (
+        x.new_empty((), dtype=wide), grad_x, grad_weight,
+        x.new_empty(mixed, dtype=wide), x.new_empty(mixed, dtype=wide),
+    )  # fmt: skip
 
 
 def _fit(t: int, v: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -110,31 +137,35 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _backward(
-    grad: Tensor, grad_x: Tensor, grad_weight: Tensor, of_x: torch.dtype, of_weight: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Scale both gradients, in float32 at least: `grad`, which holds 1 / count, is not rounded first."""
+    grad: Tensor, grad_x: Tensor, grad_weight: Tensor, grad_written: Tensor, grad_copied: Tensor,
+    of_x: torch.dtype, of_weight: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Scale all gradients, in float32 at least: `grad`, which holds 1 / count, is not rounded first."""
     wide = grad_x.to(grad_weight.dtype)
-    return (wide * grad).to(of_x), (grad_weight * grad).to(of_weight)
+    return (wide * grad).to(of_x), (grad_weight * grad).to(of_weight), grad_written * grad, grad_copied * grad
 
 
 def _backward_fake(
-    grad: Tensor, grad_x: Tensor, grad_weight: Tensor, of_x: torch.dtype, of_weight: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(grad_x, dtype=of_x), torch.empty_like(grad_weight, dtype=of_weight)
+    grad: Tensor, grad_x: Tensor, grad_weight: Tensor, grad_written: Tensor, grad_copied: Tensor,
+    of_x: torch.dtype, of_weight: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scaled = torch.empty_like(grad_x, dtype=of_x), torch.empty_like(grad_weight, dtype=of_weight)
+    return *scaled, torch.empty_like(grad_written), torch.empty_like(grad_copied)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)  # else backward gets zeros of the size of the gradients
-    ctx.dtypes, ctx.wants = (inputs[0].dtype, inputs[1].dtype), inputs[-2:]
+    ctx.dtypes, ctx.wants = (inputs[0].dtype, inputs[1].dtype), (*inputs[-2:], *(x is not None for x in inputs[3:5]))
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _grad(ctx: Any, backward: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * 12
     scaled = backward(grad, *ctx.saved_tensors, *ctx.dtypes)
-    return *(given if wanted else None for given, wanted in zip(scaled, ctx.wants, strict=True)), *[None] * 8
+    of_x, of_weight, *of_mixed = (given if wanted else None for given, wanted in zip(scaled, ctx.wants, strict=True))
+    return of_x, of_weight, None, *of_mixed, *[None] * 7
 
 
 _sum = Operator(
@@ -202,4 +233,15 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor, smoothing: float, ignored:
         if bad.numel():
             raise ValueError(
                 f"`labels` must be from 0 to {weight.shape[0] - 1}, or {ignored} to be left out, got {int(bad[0])}."
+            )
+
+
+def _check_mixed(labels: Tensor, written: Tensor | None, copied: Tensor | None) -> None:
+    if (written is None) != (copied is None):
+        raise ValueError(f"`{'written' if written is None else 'copied'}` must be given where the other one is.")
+    for name, given in (("written", written), ("copied", copied)):
+        if given is not None and (given.shape != labels.shape or given.dtype not in (torch.float32, torch.float64)):
+            raise ValueError(
+                f"`{name}` must be float32 or float64 and one for each of the {len(labels)} labels, "
+                f"got {given.dtype} of shape {list(given.shape)}."
             )

@@ -1,0 +1,204 @@
+"""Copying from the memory: probabilities that sum to 1, the loss of just these, and the same tokens by every loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig
+
+from pyramidion import PyramidionConfig, PyramidionForConditionalGeneration
+from pyramidion.compact import compact
+from pyramidion.complexity.parameters import parameters
+from pyramidion.generation.engine import generate, generate_plainly
+from test_engine import make_documents
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 97, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "block_size": 8},
+    **{"encoder_lengths": [40, 17, 6], "decoder_layers": 2, "copies": True, "dropout": 0.0},
+    **{"attention_dropout": 0.0, "activation_dropout": 0.0, "pre_norm": True, "decoder_positions": True},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "soft": {},
+    "hard": {"pooling": "hard"},
+    "straight-through": {"pooling": "straight-through"},
+    "mean": {"pooling": "mean"},
+    "power": {"pooling": "power"},
+    "funnel": {"pooling": "funnel"},
+    "none": {"encoder_lengths": [40, 40]},
+    "full": {"attention": "full"},
+}
+LENGTHS = [33, 5, 17, 1]
+
+
+def make(seed: int = 0, **changes: Any) -> PyramidionForConditionalGeneration:
+    """Make a model that copies often, and not always the same."""
+    torch.manual_seed(seed)
+    model = PyramidionForConditionalGeneration(PyramidionConfig(**{**SIZES, **changes})).eval()
+    assert model.copier is not None
+    with torch.no_grad():
+        model.copier.query.weight.mul_(5)
+        model.copier.gate.bias.add_(1)
+    return model
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest) -> PyramidionForConditionalGeneration:
+    return make(**KINDS[request.param])
+
+
+def labels_of(tokens: Tensor, seed: int = 0) -> Tensor:
+    """Draw labels [b 7], some of them words of the document, some left out."""
+    drawn = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, 97, (len(tokens), 7), generator=drawn)
+    labels[:, :3] = tokens[:, :1]
+    labels[0, 5:] = -100
+    return labels
+
+
+def test_probabilities_sum_to_one_and_the_loss_is_theirs(model: PyramidionForConditionalGeneration):
+    tokens, mask = make_documents(LENGTHS)
+    labels = labels_of(tokens)
+    out = model(input_ids=tokens, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(out.logits.exp().sum(-1), torch.ones(4, 7))
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits.transpose(1, 2), labels))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_can_be_copied_is_what_won(kind: str):
+    """Layer by layer, the winner of the winners; in plain loops, from the Selections that are given out."""
+    model = make(**KINDS[kind])
+    tokens, mask = make_documents(LENGTHS)
+    with torch.no_grad():
+        kept = model.get_encoder()(tokens, mask, output_selections=True)
+    assert kept.memory_tokens.shape == kept.memory_shares.shape == kept.last_hidden_state.shape[:2]
+    for i, length in enumerate(LENGTHS):
+        k = kept.memory_tokens.shape[1]
+        for slot in range(k):
+            place, share = slot, 1.0
+            layers = () if kind == "funnel" else reversed(kept.selections)
+            for selection in layers:
+                place = int(selection.winners[i, place]) if place < selection.winners.shape[1] and place >= 0 else -1
+                share *= float(selection.weights[i, place]) if place >= 0 else 0.0
+            real = 0 <= place < length
+            assert float(kept.memory_shares[i, slot]) == pytest.approx(share if real else 0.0, abs=1e-6)
+            if real:
+                assert kept.memory_tokens[i, slot] == tokens[i, place]
+
+
+def test_a_certain_copy_is_written():
+    """With an open gate and a sharp query nothing but words of the document comes out."""
+    model = make()
+    with torch.no_grad():
+        model.copier.gate.bias.fill_(30.0)
+    tokens, mask = make_documents([33])
+    logits = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=torch.tensor([[1, 50, 60]])).logits
+    kept = model.get_encoder()(tokens, mask)
+    likely = torch.zeros(97, dtype=torch.bool)
+    likely[kept.memory_tokens[0]] = True
+    held = float(kept.memory_shares.detach().min())
+    assert float(logits.detach().exp()[..., likely].sum(-1).min()) >= held > 0
+
+
+def test_padding_and_neighbours_change_nothing(model: PyramidionForConditionalGeneration):
+    tokens, mask = make_documents(LENGTHS)
+    written = torch.full((4, 3), 7)
+    together = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=written).logits
+    for i, length in enumerate(LENGTHS):
+        alone = model(input_ids=tokens[i : i + 1, :length], decoder_input_ids=written[:1]).logits
+        torch.testing.assert_close(together[i : i + 1], alone, atol=1e-4, rtol=1e-4)
+    flipped = model(input_ids=tokens.flip(1), attention_mask=mask.flip(1), decoder_input_ids=written).logits
+    assert flipped.shape == together.shape
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "no_repeat_ngram_size": 2}], ids=str)
+def test_every_loop_writes_the_same(model: PyramidionForConditionalGeneration, options: dict[str, Any]):
+    tokens, mask = make_documents(LENGTHS)
+    ids = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    search = GenerationConfig(max_new_tokens=9, do_sample=False, **ids, **options)
+    assert torch.equal(generate(model, tokens, mask, search), generate_plainly(model, tokens, mask, search))
+
+
+def test_weights_that_were_trained_since_are_used():
+    model = make()
+    tokens, mask = make_documents(LENGTHS)
+    search = GenerationConfig(max_new_tokens=6, pad_token_id=0, eos_token_id=2, decoder_start_token_id=1)
+    before = generate(model, tokens, mask, search)
+    with torch.no_grad():
+        model.copier.query.weight.neg_()
+    after = generate(model, tokens, mask, search)
+    assert torch.equal(after, generate_plainly(model, tokens, mask, search))
+    assert not torch.equal(before, after)
+
+
+def test_what_is_copied_teaches_the_scorer():
+    """The gradient reaches it through the share that a winner holds, even where the memory's vectors say nothing."""
+    model = make(encoder_lengths=[40, 6])
+    tokens, mask = make_documents([33, 30])
+    kept = model.get_encoder()(tokens, mask)
+    assert model.copier is not None
+    copied = model.copier(torch.randn(2, 1, 24), kept.last_hidden_state.detach(), kept.memory_shares)
+    found = model.copier.of_labels(copied, kept.memory_tokens, kept.memory_tokens[:, :1])[1]
+    scorers = [p for name, p in model.named_parameters() if "scorer.linear.weight" in name]
+    assert all(bool((grad != 0).any()) > 0 for grad in torch.autograd.grad(-found.sum(), scorers))
+
+
+def test_copying_is_learnt_where_it_is_all_there_is_to_learn():
+    """Write the one rare word of a document: with copies it takes few steps, without them it is not found."""
+
+    def train(copies: bool) -> float:
+        torch.manual_seed(3)
+        model = PyramidionForConditionalGeneration(PyramidionConfig(**{**SIZES, "vocab_size": 997, "copies": copies}))
+        adam = torch.optim.Adam(model.parameters(), 3e-3)
+        for _ in range(150):
+            tokens = torch.randint(3, 20, (32, 24))
+            rare = torch.randint(20, 997, (32, 1))
+            tokens.scatter_(1, torch.randint(0, 24, (32, 1)), rare)
+            loss = model(input_ids=tokens, labels=rare).loss
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        return float(loss.detach())
+
+    assert train(True) < 2.0 < 5.0 < train(False)
+
+
+def test_a_folder_keeps_the_copier(tmp_path: Path):
+    model = make()
+    model.save_pretrained(tmp_path / "plain")
+    compact(tmp_path / "plain", tmp_path / "small")
+    tokens, mask = make_documents(LENGTHS)
+    written = torch.full((4, 3), 7)
+    want = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=written).logits
+    for name, tolerance in (("plain", 1e-5), ("small", 0.3)):
+        again = PyramidionForConditionalGeneration.from_pretrained(tmp_path / name).eval()
+        got = again(input_ids=tokens, attention_mask=mask, decoder_input_ids=written).logits
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def test_parameters_are_counted():
+    model = make()
+    assert parameters(model.config) == sum(weight.numel() for weight in model.parameters())
+
+
+def test_what_cannot_be_copied_is_refused():
+    model = make()
+    with pytest.raises(ValueError, match="`inputs_embeds` must be left out with `copies`"):
+        model(inputs_embeds=torch.randn(1, 9, 24), decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
+    kept = model.get_encoder()(torch.randint(3, 97, (1, 20)))
+    kept.memory_tokens = None
+    with pytest.raises(ValueError, match="`encoder_outputs` must hold the tokens of the memory"):
+        model(encoder_outputs=kept, decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
+
+
+def test_a_training_step_compiles_whole():
+    model = make().train()
+    tokens, mask = make_documents(LENGTHS)
+    labels = labels_of(tokens)
+    plain = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(input_ids=tokens, attention_mask=mask, labels=labels).loss, plain)
