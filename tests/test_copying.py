@@ -202,3 +202,31 @@ def test_a_training_step_compiles_whole():
     plain = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
     graph = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(graph(input_ids=tokens, attention_mask=mask, labels=labels).loss, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "no_repeat_ngram_size": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["soft", "none"])
+def test_every_loop_writes_the_same_on_a_gpu(kind: str, options: dict[str, Any]):
+    """In double precision, where no choice is decided by rounding."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
+    model = make(**{**sizes, **KINDS[kind]}).cuda().double()
+    ids = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+    search = GenerationConfig(max_new_tokens=19, do_sample=False, **ids, **options)
+    for seed in range(2):
+        tokens, mask = (one.cuda() for one in make_documents(LENGTHS, seed))
+        assert torch.equal(generate(model, tokens, mask, search), generate_plainly(model, tokens, mask, search))
+
+
+@pytest.mark.gpu
+def test_half_precision_learns_what_single_does_on_a_gpu():
+    model = make().cuda().train()
+    tokens, mask = (one.cuda() for one in make_documents(LENGTHS))
+    labels = labels_of(tokens.cpu()).cuda()
+    plain = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+    with torch.autocast("cuda", torch.bfloat16):
+        half = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+    half.backward()
+    assert model.copier is not None
+    assert bool(model.copier.query.weight.grad.isfinite().all())
+    torch.testing.assert_close(half, plain, atol=0.05, rtol=0.05)

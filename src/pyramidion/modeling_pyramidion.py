@@ -480,7 +480,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         shares = torch.ones(tokens.shape, device=tokens.device)
         for selection in () if self.spreads else selections:
             winners = selection.winners.clamp(min=0)  # [b k]
-            shares = shares.gather(1, winners) * selection.weights.gather(1, winners).to(shares.dtype)
+            shares = shares.gather(1, winners) * selection.weights.gather(1, winners)
             tokens = tokens.gather(1, winners)
         real = layout.document_mask
         return {
@@ -745,16 +745,20 @@ class PyramidionCopier(nn.Module):
         self.gate = nn.Linear(config.hidden_size, 1)
 
     def forward(self, x: Tensor, memory: Tensor, shares: Tensor) -> Tensor:
-        """Give from x [b t d], memory [b k d] and its winners' shares [b k] the probabilities [b t k], in float32."""
+        """Give from x [b t d], memory [b k d] and its winners' shares [b k] the probabilities [b t k].
+
+        They are in float32, or in float64 where x is.
+        """
         return self.attend(self.query(x), self.gate(x), memory, shares)
 
     @staticmethod
     def attend(query: Tensor, gate: Tensor, memory: Tensor, shares: Tensor) -> Tensor:
         """Do the same with the query [b t d] and the gate's logit [b t 1] at hand."""
-        scores = (query @ memory.transpose(1, 2).to(query.dtype)).float() * memory.shape[-1] ** -0.5  # [b t k]
-        shares = shares.unsqueeze(1)  # [b 1 k]
-        scores = scores.masked_fill(shares == 0, torch.finfo(scores.dtype).min)
-        return scores.softmax(-1) * shares * gate.float().sigmoid()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = (query @ memory.transpose(1, 2).to(query.dtype)).to(wide) * memory.shape[-1] ** -0.5  # [b t k]
+        shares = shares.unsqueeze(1).to(wide)  # [b 1 k]
+        scores = scores.masked_fill(shares == 0, torch.finfo(wide).min)
+        return scores.softmax(-1) * shares * gate.to(wide).sigmoid()
 
     @staticmethod
     def mix(logits: Tensor, copied: Tensor, tokens: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class Copy:
         place = {"device": model.device}
         self.memory = torch.zeros(documents, k, model.config.hidden_size, dtype=dtype, **place)
         self.tokens = torch.zeros(documents, k, dtype=torch.int64, **place)
-        self.shares = torch.zeros(documents, k, **place)
+        self.shares = torch.zeros(documents, k, dtype=torch.promote_types(dtype, torch.float32), **place)
 
     @staticmethod
     def looks(model: PyramidionForConditionalGeneration, dtype: torch.dtype) -> Dense:
