@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from pyramidion import PyramidionConfig, PyramidionForConditionalGeneration
 from pyramidion.compact import compact
 from pyramidion.complexity.parameters import parameters
+from pyramidion.generation import loop
 from pyramidion.generation.engine import generate, generate_plainly
 from test_engine import make_documents
 
@@ -123,8 +124,26 @@ def test_every_loop_writes_the_same(model: PyramidionForConditionalGeneration, o
     assert torch.equal(generate(model, tokens, mask, search), generate_plainly(model, tokens, mask, search))
 
 
-def test_weights_that_were_trained_since_are_used():
+@pytest.fixture
+def kept_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let buffers be kept and filled up, as on a GPU."""
+    monkeypatch.setitem(loop.PACES, "cpu", loop.Pace(grain=(4, 16), kept=2))
+
+
+@pytest.mark.usefixtures("kept_buffers")
+def test_nothing_is_left_of_the_batch_before():
     model = make()
+    search = GenerationConfig(max_new_tokens=6, pad_token_id=0, eos_token_id=2, decoder_start_token_id=1)
+    for lengths in (LENGTHS, [3, 2, 1], [40, 40, 40, 40], [2, 1, 1]):
+        tokens, mask = make_documents(lengths, seed=len(lengths))
+        assert torch.equal(generate(model, tokens, mask, search), generate_plainly(model, tokens, mask, search))
+
+
+@pytest.mark.usefixtures("kept_buffers")
+@pytest.mark.parametrize("half", [False, True])
+def test_weights_that_were_trained_since_are_used(half: bool):
+    model = make()
+    model = model.bfloat16() if half else model
     tokens, mask = make_documents(LENGTHS)
     search = GenerationConfig(max_new_tokens=6, pad_token_id=0, eos_token_id=2, decoder_start_token_id=1)
     before = generate(model, tokens, mask, search)

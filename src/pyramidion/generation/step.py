@@ -41,6 +41,10 @@ class Dense:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Give both."""
+        return self.weight, self.bias
+
 
 def fuse(dtype: torch.dtype, *linears: nn.Linear) -> Dense:
     """Put linear maps side by side; a single one in its own precision stays the module's own memory."""
@@ -96,7 +100,7 @@ class Block:
     def tensors(self) -> Iterator[Tensor]:
         """List the weights that may be copies of the model's."""
         for dense in self.products():
-            yield from (dense.weight, dense.bias)
+            yield from dense.tensors()
 
 
 def turns(weight: Tensor, rows: int) -> bool:
@@ -183,15 +187,13 @@ class Decoder:
 
     def refresh(self, model: PyramidionForConditionalGeneration) -> None:
         """Copy the model's weights again into what is not their own memory: they may have been trained since."""
-        fresh = (Block.of(layer, self.dtype) for layer in model.model.decoder.layers)
-        copy = [] if self.copy is None else [self.copy.look.weight, self.copy.look.bias]
-        again = [] if self.copy is None else [Copy.looks(model, self.dtype).weight, Copy.looks(model, self.dtype).bias]
-        pairs = zip(
-            chain([self.head], copy, *(block.tensors() for block in self.blocks)),
-            chain([model.lm_head.weight.detach().to(self.dtype)], again, *(block.tensors() for block in fresh)),
-            strict=True,
-        )
-        for kept, new in pairs:
+        blocks = (Block.of(layer, self.dtype) for layer in model.model.decoder.layers)
+        own = chain([self.head], *(block.tensors() for block in self.blocks))
+        fresh = chain([model.lm_head.weight.detach().to(self.dtype)], *(block.tensors() for block in blocks))
+        if self.copy is not None:
+            own = chain(own, self.copy.look.tensors())
+            fresh = chain(fresh, Copy.looks(model, self.dtype).tensors())
+        for kept, new in zip(own, fresh, strict=True):
             if kept.data_ptr() != new.data_ptr():
                 kept.copy_(new)
 
