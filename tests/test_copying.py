@@ -249,3 +249,20 @@ def test_half_precision_learns_what_single_does_on_a_gpu():
     assert model.copier is not None
     assert bool(model.copier.query.weight.grad.isfinite().all())
     torch.testing.assert_close(half, plain, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["soft", "straight-through", "mean", "none"])
+def test_gradients_are_those_of_a_cpu_on_a_gpu(kind: str):
+    tokens, mask = make_documents(LENGTHS)
+    labels = labels_of(tokens)
+    grads = []
+    for device in ("cpu", "cuda"):
+        model = make(**KINDS[kind]).to(device).train()
+        given = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        model(**{name: value.to(device) for name, value in given.items()}).loss.backward()
+        named = {name: weight.grad.cpu() for name, weight in model.named_parameters() if weight.grad is not None}
+        grads.append(named)
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, atol=2e-4, rtol=2e-3, msg=name)
