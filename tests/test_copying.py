@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig
 
-from pyramidion import PyramidionConfig, PyramidionForConditionalGeneration
+from pyramidion import PyramidionConfig, PyramidionForConditionalGeneration, PyramidionForSequenceClassification
 from pyramidion.compact import compact
 from pyramidion.complexity.parameters import parameters
 from pyramidion.generation import loop
@@ -206,12 +206,17 @@ def test_parameters_are_counted():
 
 def test_what_cannot_be_copied_is_refused():
     model = make()
-    with pytest.raises(ValueError, match="`inputs_embeds` must be left out with `copies`"):
+    with pytest.raises(ValueError, match="`input_ids` must be given to a model that copies"):
         model(inputs_embeds=torch.randn(1, 9, 24), decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
     kept = model.get_encoder()(torch.randint(3, 97, (1, 20)))
     kept.memory_tokens = None
-    with pytest.raises(ValueError, match="`encoder_outputs` must hold the tokens of the memory"):
+    with pytest.raises(ValueError, match="or `encoder_outputs` that came of them: this memory holds no tokens"):
         model(encoder_outputs=kept, decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
+
+
+def test_what_does_not_write_does_not_ask_for_tokens():
+    classify = PyramidionForSequenceClassification(PyramidionConfig(**{**SIZES, "num_labels": 3})).eval()
+    assert classify(inputs_embeds=torch.randn(2, 9, 24)).logits.shape == (2, 3)
 
 
 def test_a_training_step_compiles_whole():

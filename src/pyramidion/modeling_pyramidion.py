@@ -403,7 +403,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             hidden_states=None if trace.states is None else tuple(trace.states),
             attentions=None if trace.attentions is None else tuple(trace.attentions),
             memory_mask=None if layout.equal else layout.document_mask,
-            **(self._winners(tokens, layout, trace.selections) if self.config.copies else {}),
+            **self._winners(tokens, layout, trace.selections),
             **(chosen() if output_selections else {}),
         )
 
@@ -474,9 +474,12 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         return layout.unpack(received(weights, layout.mask))
 
     def _winners(self, tokens: Tensor, layout: Layout, selections: list[Selection]) -> dict[str, Any]:
-        """Say which token [b n] won each slot of the memory, layer upon layer, and how much of it that is."""
-        if tokens.is_floating_point():
-            raise ValueError("`inputs_embeds` must be left out with `copies`: only tokens can be copied.")
+        """Say which token [b n] won each slot of the memory, layer upon layer, and how much of it that is.
+
+        Nothing where a model does not copy, or was given vectors instead of tokens.
+        """
+        if not self.config.copies or tokens.is_floating_point():
+            return {}
         shares = torch.ones(tokens.shape, device=tokens.device)
         for selection in () if self.spreads else selections:
             winners = selection.winners.clamp(min=0)  # [b k]
@@ -968,7 +971,10 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
             return None
         tokens, shares = outputs.memory_tokens, outputs.memory_shares
         if tokens is None or shares is None:
-            raise ValueError("`encoder_outputs` must hold the tokens of the memory, because the model copies.")
+            raise ValueError(
+                "`input_ids` must be given to a model that copies, or `encoder_outputs` that came of them: "
+                "this memory holds no tokens."
+            )
         return self.copier(x, outputs.encoder_last_hidden_state, shares), tokens
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
