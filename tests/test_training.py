@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import random
@@ -439,6 +440,7 @@ def test_batches_laid_out_ahead_change_nothing(sentences: Path, tmp_path: Path, 
     train(pretraining("spans"), sentences, alone, tell=silent)
     monkeypatch.setitem(trainer.LOADERS, "cpu", 2)
     train(pretraining("spans"), sentences, ahead, tell=silent)
+    assert not multiprocessing.active_children()  # those who laid them out are gone with the run
     assert torture.digest(ahead) == torture.digest(alone)
     shutil.copytree(ahead, broken)
     (broken / "finished.json").unlink()

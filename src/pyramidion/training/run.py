@@ -84,6 +84,8 @@ def train(
             if is_full(error):
                 raise TrainingStopped(_full(trainer)) from error
             raise
+        finally:
+            trainer.dismiss()
 
 
 def _world() -> int:

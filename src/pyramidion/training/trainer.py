@@ -114,6 +114,7 @@ class PyramidionTrainer(Trainer):
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep)
         self.progress = Progress()
         self.resumed: Path | None = None  # the checkpoint that training starts from
+        self.loader: EpochLoader | None = None
         self.stopped_by_signal = False
         config: Any = model.config
         source = recipe.max_source or config.entering[0]
@@ -152,7 +153,7 @@ class PyramidionTrainer(Trainer):
         keys: Any = EpochBatches(batches)
         data: Any = self.exercises
         workers = min(LOADERS.get(kind, 0), os.cpu_count() or 1)
-        return EpochLoader(
+        self.loader = EpochLoader(
             data,
             batch_sampler=keys,
             collate_fn=self.data_collator,
@@ -162,6 +163,14 @@ class PyramidionTrainer(Trainer):
             worker_init_fn=_deafen,
             generator=torch.Generator(),  # not the one of dropout: how batches are laid out changes nothing
         )
+        return self.loader
+
+    def dismiss(self) -> None:
+        """Let those who lay out batches go: left to the garbage collector, each is waited for 5 s long."""
+        busy: Any = None if self.loader is None else self.loader._iterator
+        if self.loader is not None and busy is not None:  # kept only where there is somebody to let go
+            busy._shutdown_workers()
+            self.loader._iterator = None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Let the model itself smooth the labels: it never has all logits for the Trainer to do so."""
