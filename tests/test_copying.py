@@ -112,8 +112,10 @@ def test_padding_and_neighbours_change_nothing(model: PyramidionForConditionalGe
     for i, length in enumerate(LENGTHS):
         alone = model(input_ids=tokens[i : i + 1, :length], decoder_input_ids=written[:1]).logits
         torch.testing.assert_close(together[i : i + 1], alone, atol=1e-4, rtol=1e-4)
-    flipped = model(input_ids=tokens.flip(1), attention_mask=mask.flip(1), decoder_input_ids=written).logits
-    assert flipped.shape == together.shape
+    n = tokens.shape[1]
+    left = torch.stack([one.roll(n - length) for one, length in zip(tokens, LENGTHS, strict=True)])
+    shifted = model(input_ids=left, attention_mask=mask.flip(1), decoder_input_ids=written).logits
+    assert torch.equal(shifted, together)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "no_repeat_ngram_size": 2}], ids=str)

@@ -72,7 +72,10 @@ class PyramidionConfig(PreTrainedConfig):
 
     model_type = "pyramidion"
     keys_to_ignore_at_inference = [  # noqa: RUF012, transformers' own name and form
-        *("past_key_values", "memory_mask", "memory_tokens", "memory_shares")
+        "past_key_values",
+        "memory_mask",
+        "memory_tokens",
+        "memory_shares",
     ]
     attribute_map = {"d_model": "hidden_size", "num_hidden_layers": "decoder_layers"}  # noqa: RUF012
 

@@ -84,10 +84,10 @@ def _forward(
         logits = torch.mm(some, factor.T, out=room[: rows.stop - start])
         score_rows(logits, labels[rows], losses[rows], smoothing, ignored, of_x or of_weight)
         if written is not None and copied is not None:
-            own, both = _mix(losses[rows], labels[rows] == ignored, written[rows], copied[rows])
-            torch.neg(own, out=grad_written[rows])
-            torch.neg(both - own, out=grad_copied[rows])
-            logits.mul_(own.unsqueeze(1))
+            ways = _mix(losses[rows], labels[rows] == ignored, written[rows], copied[rows])
+            grad_written[rows], grad_copied[rows] = -ways[0], -ways[1]
+            if of_x or of_weight:
+                logits.mul_(ways[0].unsqueeze(1))
         if of_x:  # the logits are gradients from here on
             torch.mm(logits, factor, out=grad_x[rows])
         if of_weight:
@@ -96,14 +96,11 @@ def _forward(
 
 
 def _mix(losses: Tensor, hole: Tensor, written: Tensor, copied: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn the losses [c] of logits into those of both ways to a label; give the share of the first, and of both: 1 or,
-    where a label is left out, 0.
-    """
+    """Turn the losses [c] of logits into those of both ways to a label, and give the shares of both, 0 in a hole."""
     first = written - losses
     either = torch.logaddexp(first, copied)
     losses.copy_(-either).masked_fill_(hole, 0)
-    counted = (~hole).to(losses.dtype)
-    return (first - either).exp() * counted, counted
+    return (first - either).exp().masked_fill_(hole, 0), (copied - either).exp().masked_fill_(hole, 0)
 
 
 def _forward_fake(

@@ -167,8 +167,8 @@ class PyramidionTrainer(Trainer):
 
     def dismiss(self) -> None:
         """Let those who lay out batches go: left to the garbage collector, each is waited for 5 s long."""
-        busy: Any = None if self.loader is None else self.loader._iterator
-        if self.loader is not None and busy is not None:  # kept only where there is somebody to let go
+        if self.loader is not None and self.loader._iterator is not None:  # kept only where there is somebody
+            busy: Any = self.loader._iterator
             busy._shutdown_workers()
             self.loader._iterator = None
 
