@@ -102,6 +102,8 @@ def test_a_recipe_is_read_strictly(tmp_path: Path):
         ("bf16: 1", "`bf16` must be of type bool, got 1"),
         ("on_nan: hope", "`on_nan` must be one of stop, skip, got 'hope'"),
         ("learning_rate: -1", "`learning_rate` must be above 0, got -1.0"),
+        ("optimizer: sgd", "`optimizer` must be one of adamw, muon, got 'sgd'"),
+        ("{optimizer: muon, fsdp: true}", "`optimizer` must be adamw with `fsdp`, got 'muon'"),
         ("preset: row-99", "got 'row-99'"),
         (
             "objective: span",
@@ -418,15 +420,18 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "store"
 
 
-@pytest.mark.parametrize("objective", ["spans", "gap-sentences"])
-def test_pretraining_resumed_in_another_epoch_ends_bit_identical(objective: str, sentences: Path, tmp_path: Path):
+@pytest.mark.parametrize(("objective", "optimizer"), [("spans", "adamw"), ("gap-sentences", "muon")])
+def test_pretraining_resumed_in_another_epoch_ends_bit_identical(
+    objective: str, optimizer: str, sentences: Path, tmp_path: Path
+):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(pretraining(objective), sentences, whole, tell=silent)
+    recipe = pretraining(objective, optimizer=optimizer)
+    train(recipe, sentences, whole, tell=silent)
     shutil.copytree(whole, broken)
     (broken / "finished.json").unlink()
     shutil.rmtree(broken / "checkpoints" / "checkpoint-12")
     told: list[str] = []
-    assert train(pretraining(objective), sentences, broken, tell=told.append).state == "finished"
+    assert train(recipe, sentences, broken, tell=told.append).state == "finished"
     assert "Resuming from checkpoint-9." in told  # of 5 steps in an epoch
     assert torture.digest(broken) == torture.digest(whole)
     losses = [line["loss"] for line in metrics(whole) if "loss" in line]

@@ -14,6 +14,7 @@ from pyramidion.presets import find, preset
 ON_NAN = ("stop", "skip")
 METRICS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "loss")
 SCHEDULES = ("constant", "linear", "cosine")
+OPTIMIZERS = ("adamw", "muon")
 SUMMARIES, *PRETRAINING = OBJECTIVES
 USES = {  # settings that only some objectives have a use for
     "generation": (SUMMARIES,),
@@ -38,7 +39,8 @@ class Recipe:
     epochs, max_steps       how long; steps win where both are given
     learning_rate, warmup_steps, schedule   the rate, the steps in which it rises from 0, and what it does then: it
                             stays (`constant`) or falls to 0 by the end (`linear`, `cosine`)
-    weight_decay, adam_beta2, max_grad_norm, label_smoothing    of Adam and of the loss
+    optimizer               `adamw`, or `muon`: that for all matrices in the layers, and AdamW for the rest
+    weight_decay, adam_beta2, max_grad_norm, label_smoothing    of both and of the loss
     evaluate_every, evaluate_limit, evaluate_first    epochs between validations, parts of one too; documents used in
                             each; whether the untrained model is validated too
     metric, patience        what counts (`loss` where no summaries are written), and validations without progress in it
@@ -65,6 +67,7 @@ class Recipe:
     learning_rate: float = 5e-4
     warmup_steps: int = 5000
     schedule: str = "constant"
+    optimizer: str = "adamw"
     weight_decay: float = 0.1
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
@@ -97,10 +100,12 @@ class Recipe:
         for name in ("learning_rate", "epochs", "evaluate_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}.")
-        choices = {"on_nan": ON_NAN, "metric": METRICS, "schedule": SCHEDULES, "device": ("auto", "cpu", "cuda")}
-        for name, allowed in choices.items():
+        choices = {"on_nan": ON_NAN, "metric": METRICS, "schedule": SCHEDULES, "optimizer": OPTIMIZERS}
+        for name, allowed in {**choices, "device": ("auto", "cpu", "cuda")}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if self.optimizer == "muon" and self.fsdp:
+            raise ValueError("`optimizer` must be adamw with `fsdp`, got 'muon': it needs whole matrices, not shards.")
         self._check_objective()
         find(self.preset)
 

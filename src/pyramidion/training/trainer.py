@@ -25,6 +25,7 @@ from pyramidion.data.objectives import Objective
 from pyramidion.kernels.launching import choose_device
 from pyramidion.training.account import Account
 from pyramidion.training.checkpoint import MANIFEST, STAGING, Checkpoints, discard, seal, stage, verify
+from pyramidion.training.muon import Muon, split
 from pyramidion.training.recipe import Recipe
 
 PROGRESS = "progress.json"
@@ -92,6 +93,7 @@ class PyramidionTrainer(Trainer):
     """
 
     control: TrainerControl
+    optimizer: torch.optim.Optimizer | None
 
     def __init__(
         self,
@@ -177,6 +179,29 @@ class PyramidionTrainer(Trainer):
         if self.recipe.label_smoothing:
             inputs = {**inputs, "label_smoothing": self.recipe.label_smoothing}
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer that the recipe names."""
+        chosen = self.model if model is None else model
+        if self.optimizer is None and self.recipe.optimizer == "muon":
+            matrices, rest = split(chosen)
+            decaying = set(self.get_decay_parameter_names(chosen))
+            groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+            for name, weight in chosen.named_parameters():
+                if weight in rest:
+                    groups[name in decaying].append(weight)
+            decay = self.args.weight_decay
+            self.optimizer = Muon(
+                matrices,
+                [{"params": groups[True], "weight_decay": decay}, {"params": groups[False], "weight_decay": 0.0}],
+                self.args.learning_rate,
+                weight_decay=decay,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+                fused=self.args.device.type == "cuda",
+            )
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        return made
 
     # Not a number --------------------------------------------------------------------------------------------------
 
