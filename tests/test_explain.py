@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pyramidion.cli import main
-from pyramidion.explain import Explanation, Stage, explain
+from pyramidion.explain import Copies, Explanation, Stage, explain
 from pyramidion.explain.passages import Words, find_blocks, find_sections, find_sentences, find_words
 from pyramidion.explain.reading import _beginning, _written_spans, model_name
 from pyramidion.explain.terminal import inert
@@ -218,6 +218,68 @@ def test_every_pooling_can_be_explained(name: str, tokenizer: Any):
     assert dropped == (n - 17 if name in ("hard", "straight-through", "power") else 0)
     assert explanation.held().sum() == pytest.approx(1, abs=1e-5)
     assert explanation.drawn(0).sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_what_was_copied_is_the_rest_of_what_was_written(name: str, tokenizer: Any):
+    """Of the probability of each token: the vocabulary's part as one computes it by hand, copying is the rest."""
+    changes = {"encoder_lengths": [128, 61, 17], "copies": True, **POOLINGS[name]}
+    summarizer = make_summarizer(tokenizer, torch.float64, **changes)
+    model: Any = summarizer.model
+    seen: list[torch.Tensor] = []
+
+    def engine(model: Any, ids: torch.Tensor, mask: torch.Tensor, generation: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        some = ids[0, torch.randint(len(ids[0]), (9,), generator=generator)]  # half of it out of the document
+        wrote = torch.cat([some, torch.randint(5, VOCABULARY, (9,), generator=generator)])
+        seen.extend([ids, torch.cat([torch.tensor([model.config.decoder_start_token_id]), wrote])[None]])
+        return seen[1]
+
+    explanation = explain(Summarizer(model, tokenizer, engine=engine), TEXT)
+    ids, wrote = seen
+    with torch.no_grad():
+        out = model(ids, decoder_input_ids=wrote[:, :-1])
+        states = model.model(ids, decoder_input_ids=wrote[:, :-1]).last_hidden_state
+        chances = model.copier(states, out.encoder_last_hidden_state, out.memory_shares)[0]
+    label = wrote[0, 1:, None]
+    whole = out.logits[0].gather(1, label).exp()[:, 0]
+    by_words = model.lm_head(states)[0].softmax(-1).gather(1, label)[:, 0] * (1 - chances.sum(1))
+    copies = explanation.copies
+    assert copies is not None
+    k = explanation.memory.k
+    assert ids[0][torch.from_numpy(copies.origins)].tolist() == out.memory_tokens[0, :k].tolist()
+    expected = (1 - by_words / whole).detach().numpy()
+    np.testing.assert_allclose(copies.shares.sum(1), expected, atol=1e-9)
+    assert expected.max() > 0.01
+    for word in range(len(explanation.written)):
+        first, last = explanation.written.token[word : word + 2]
+        assert explanation.copied(word).sum() == pytest.approx(expected[first:last].mean(), abs=1e-9)
+        for origin in explanation.copied(word).nonzero()[0]:  # a word that has the token that was written
+            tokens = ids[0, explanation.words.token[origin] : explanation.words.token[origin + 1]].tolist()
+            assert set(tokens) & set(label[first:last, 0].tolist())
+    data = explanation.to_dict()["copied"]
+    assert [sum(share for _, share in places) for places in data] == pytest.approx(expected, abs=1e-5)
+    assert all(ids[0, source] == label[t, 0] for t, places in enumerate(data) for source, _ in places)
+    assert " words were copied from the memory" in explanation.text()
+
+
+def test_copies_that_cannot_be_are_refused(tokenizer: Any, explained: Explanation):
+    assert explained.copies is None
+    assert not explained.copied(0).any()
+    assert "copied" not in explained.text()
+    t, k, n = explained.written.tokens, explained.memory.k, explained.words.tokens
+    good = Copies(np.arange(k), np.full((t, k), 1 / k))
+    assert replace(explained, copies=good).copied(0).sum() == pytest.approx(1)
+    wrong = {
+        r"origins \[k\] and shares \[t k\]": Copies(good.origins[1:], good.shares),
+        f"from 0 to {n - 1:,}, got {n}": Copies(good.origins + n - k + 1, good.shares),
+        "at least 0 and at most 1": Copies(good.origins, good.shares * 1.001),
+        "must be at least 0": Copies(good.origins, -good.shares),
+        "at least 0 and": Copies(good.origins, good.shares * np.nan),
+    }
+    for said, copies in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            replace(explained, copies=copies)
 
 
 def test_a_text_shorter_than_the_memory_is_kept_whole(summarizer: Summarizer):
@@ -621,8 +683,9 @@ def test_the_dictionary_says_it_all(explained: Explanation, tmp_path: Path):
     assert data == json.loads(json.dumps(explained.to_dict()))
     assert list(data) == [
         *("title", "model", "note", "source", "words", "blocks", "sections", "stages", "passages"),
-        *("summary", "written", "attention"),
+        *("summary", "written", "attention", "copied"),
     ]
+    assert data["copied"] is None  # it does not copy
     n = data["words"]["token"][-1]
     for stage in data["stages"]:
         assert len(stage["slots"]) == len(stage["weights"]) == n

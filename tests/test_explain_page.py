@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from conftest import WATCH
-from pyramidion.explain import Explanation, Stage, page
+from pyramidion.explain import Copies, Explanation, Stage, page
 from pyramidion.explain.browser import asset
 from pyramidion.explain.passages import find_words
 
@@ -474,6 +474,33 @@ def test_a_summary_word_shows_what_it_drew_on(tab: Tab):
     by_section = [drawn[start:end].sum() for _, start, end in explanation.sections]
     bars = shown.locator(".lines:not(.passages) .figure").all_inner_texts()
     assert [float(bar.strip("<%")) for bar in bars] == pytest.approx([100 * share for share in by_section], abs=0.6)
+    tab.check()
+
+
+@pytest.mark.slow
+def test_a_summary_word_shows_where_it_was_copied_from(tab: Tab):
+    plain = make_explanation(ARTICLE, "two words and three")
+    t, k, first = plain.written.tokens, plain.memory.k, plain.written.token
+    shares = np.zeros((t, k))
+    shares[first[1] : first[2], [2, 5]] = 0.6, 0.15  # the second word by three quarters, the third by a quarter
+    shares[first[2] : first[3], 4] = 0.25
+    origins = plain.words.token[np.arange(k) % 40 + 7]
+    explanation = replace(plain, copies=Copies(origins, shares))
+    shown = tab.show(explanation)
+    written = shown.locator(".summary .w")
+    dotted = [written.nth(i).get_attribute("class").split().count("copied") for i in range(4)]
+    assert dotted == [0, 1, 0, 0]
+    assert "copied from the document, 1 word." in shown.locator(".summary").inner_text()
+    written.nth(1).hover()
+    detail = shown.locator(".detail").inner_text()
+    assert "75% copied from 2 places, the rest written." in detail
+    rows = shown.locator(".detail ol").first.locator(".name").all_inner_texts()
+    word = explanation.words
+    for row, place in zip(rows, (9, 12), strict=True):
+        assert explanation.source[word.start[place] : word.end[place]] in row
+    assert shown.locator('[role="status"]').inner_text().startswith("words: 75% copied; drew most on ")
+    written.nth(0).hover()
+    assert "Written, not copied." in shown.locator(".detail").inner_text()
     tab.check()
 
 

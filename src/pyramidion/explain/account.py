@@ -53,6 +53,29 @@ class Stage:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Say where summary tokens were copied from, by a model that copies.
+
+    origins  [k]    the source token that won each slot of the memory, the one that is copied from it
+    shares   [t k]  how much of the probability of summary token t came of copying it out of each slot; what is left of
+                    1 came of the vocabulary
+    """
+
+    origins: np.ndarray
+    shares: np.ndarray
+
+    def check(self, n: int, t: int, k: int, rounding: float) -> None:
+        """Refuse shares of what is not there, or that make more than 1."""
+        if self.origins.shape != (k,) or self.shares.shape != (t, k):
+            got = f"{list(self.origins.shape)} and {list(self.shares.shape)}"
+            raise ValueError(f"`copies` must have origins [k] and shares [t k] with t = {t} and k = {k}, got {got}.")
+        if not 0 <= self.origins.min() <= self.origins.max() < n:
+            raise ValueError(f"Origins must be source tokens, from 0 to {n - 1:,}, got {self.origins.max():,}.")
+        if not self.shares.min() >= 0 or not self.shares.sum(1).max() <= 1 + rounding:
+            raise ValueError("What was copied of a summary token must be at least 0 and at most 1.")
+
+
 class Passage(NamedTuple):
     """Say how much of the memory a stretch of words holds.
 
@@ -88,6 +111,7 @@ class Explanation:
     written   the words of the summary, likewise
     stages    the source tokens before any layer, then behind each that pools; the last is the decoder's memory
     layers    [l t k]  the attention of each decoder layer, the mean of its heads, at the step that wrote token t
+    copies    where tokens were copied from, of a model that copies
     rounding  how far the attention of a token may be from summing to 1, by the precision it was computed in
     """
 
@@ -100,6 +124,7 @@ class Explanation:
     written: Words
     stages: tuple[Stage, ...]
     layers: np.ndarray
+    copies: Copies | None = None
     rounding: float = ROUNDING
 
     def __post_init__(self) -> None:
@@ -110,6 +135,8 @@ class Explanation:
         for stage in self.stages:
             stage.check(self.words.tokens)
         self._check_attention()
+        if self.copies is not None:
+            self.copies.check(self.words.tokens, self.written.tokens, self.memory.k, self.rounding)
 
     def _check_attention(self) -> None:
         t, k = self.written.tokens, self.memory.k
@@ -196,6 +223,17 @@ class Explanation:
         first, last = self.written.token[word : word + 2]
         return self.words.sums(np.mean([self.shares(token) for token in range(first, last)], axis=0))
 
+    def copied(self, word: int) -> np.ndarray:
+        """Say how much of a summary word was copied from each source word, [w]: the mean of its tokens.
+
+        Their sum is from 0, all of it was written by the vocabulary, to 1. It is 0 where a model does not copy.
+        """
+        found = np.zeros(self.words.tokens)
+        if self.copies is not None:
+            first, last = self.written.token[word : word + 2]
+            np.add.at(found, self.copies.origins, self.copies.shares[first:last].mean(0))
+        return self.words.sums(found)
+
     # ----------------------------------------------------------------------------------------------------------------
     # Forms
     # ----------------------------------------------------------------------------------------------------------------
@@ -215,6 +253,7 @@ class Explanation:
             "summary": self.summary,
             "written": _words(self.written),
             "attention": self.attention.round(DECIMALS).tolist(),
+            "copied": None if self.copies is None else _copied(self.copies),
         }
 
     def save_json(self, path: str | Path) -> None:
@@ -243,8 +282,17 @@ def _stage(stage: Stage) -> dict[str, Any]:
     return {"name": stage.name, "k": stage.k, "slots": stage.slots.tolist(), "weights": weights}
 
 
+def _copied(copies: Copies) -> list[list[tuple[int, float]]]:
+    """List, for each summary token, the source tokens it was copied from, with what came of each."""
+    found: list[list[tuple[int, float]]] = [[] for _ in copies.shares]
+    shares = copies.shares.round(DECIMALS)
+    for token, slot in zip(*(places.tolist() for places in shares.nonzero()), strict=True):
+        found[token].append((int(copies.origins[slot]), float(shares[token, slot])))
+    return found
+
+
 def _rounded(passage: Passage) -> dict[str, Any]:
     return {**passage._asdict(), "share": round(passage.share, DECIMALS), "part": round(passage.part, DECIMALS)}
 
 
-__all__ = ["Explanation", "Passage", "Stage"]
+__all__ = ["Copies", "Explanation", "Passage", "Stage"]

@@ -9,6 +9,7 @@ globalThis.pyramidion = (() => {
   const LEVELS = [0.02, 0.1, 0.25, 0.5]; // of survival, from which on a shade begins
   const MARKED = 40; // words that are underlined at most
   const LISTED = 8; // words that are listed at most
+  const ORIGINS = 3; // likewise, of those that a word was copied from
   const LONG = 200; // words of a paragraph: a browser takes seconds for one of thousands
   // What would be invisible, or would turn the direction of its neighbours, gets a sign of its own.
   const STRANGE = /(?![\u200c\u200d])[\0-\x08\x0e-\x1f\x7f-\x9f\u115f\u180e\p{Cf}]/gu; // joiners are writing
@@ -29,6 +30,7 @@ globalThis.pyramidion = (() => {
     return `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
   };
   const many = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
   const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
   /* Python counts characters, the browser their halves where they have two. */
@@ -212,6 +214,7 @@ globalThis.pyramidion = (() => {
       this.n = data.words.token[this.size];
       this.written = data.written;
       this.attention = data.attention;
+      this.copies = data.copied; // null: a model that does not copy
       this.stages = data.stages.map((stage) => ({
         name: stage.name,
         k: stage.k,
@@ -256,6 +259,17 @@ globalThis.pyramidion = (() => {
       const found = new Float64Array(this.size),
         { slots, weights } = this.memory;
       for (let t = 0; t < this.n; t++) if (slots[t] >= 0) found[this.wordOf[t]] += paid[slots[t]] * weights[t];
+      return found;
+    }
+
+    /* For each source word how much of a word of the summary was copied from it; the sum is what was copied of it. */
+    copied(word) {
+      const found = new Float64Array(this.size),
+        first = this.written.token[word],
+        last = this.written.token[word + 1];
+      if (this.copies)
+        for (let t = first; t < last; t++)
+          for (const [token, share] of this.copies[t]) found[this.wordOf[token]] += share / (last - first);
       return found;
     }
 
@@ -360,12 +374,18 @@ globalThis.pyramidion = (() => {
     }
 
     summaryPart() {
-      return make(
-        "section",
-        { class: "summary", "aria-label": "Summary" },
-        make("h2", {}, "Summary"),
-        this.summary.element,
-      );
+      const part = make("section", { class: "summary", "aria-label": "Summary" }, make("h2", {}, "Summary"));
+      part.append(this.summary.element);
+      if (this.account.copies) {
+        let copied = 0;
+        this.summary.spans.forEach((span, i) => {
+          if (sum(this.account.copied(i)) < 0.5) return;
+          span.classList.add("copied");
+          copied++;
+        });
+        part.append(make("p", { class: "quiet" }, `Dotted: copied from the document, ${many(copied, "word")}.`));
+      }
+      return part;
     }
 
     sectionsPart() {
@@ -604,8 +624,27 @@ globalThis.pyramidion = (() => {
         .map((word) => `${this.source.name(word)} ${percent(drawn[word])}`)
         .join(", ");
       const lists = [make("p", { class: "quiet figure" }, fact), this.list(top.map((word) => [word, drawn[word]]))];
-      this.describe(this.summary, i, "Summary word", `drew most on ${first}.`, lists);
+      const said = this.describeCopied(i, lists);
+      this.describe(this.summary, i, "Summary word", `${said}drew most on ${first}.`, lists);
       this.bars(drawn);
+    }
+
+    /* Put before the lists what was copied, where a model copies, and return it as a clause. */
+    describeCopied(i, lists) {
+      if (!this.account.copies) return "";
+      const copied = this.account.copied(i),
+        top = largest(copied, LISTED),
+        share = percent(sum(copied)),
+        whole = share === "100%";
+      if (!top.length) {
+        lists.unshift(make("p", { class: "quiet figure" }, "Written, not copied."));
+        return "written, not copied; ";
+      }
+      const from = `copied from ${many(top.length, "place")}${top.length === LISTED ? " or more" : ""}`;
+      const fact = whole ? `${capital(from)}.` : `${share} ${from}, the rest written.`;
+      lists.unshift(make("p", { class: "quiet figure" }, fact));
+      lists.splice(1, 0, this.list(top.slice(0, ORIGINS).map((word) => [word, copied[word]])));
+      return whole ? "copied; " : `${share} copied; `;
     }
 
     describeSource(i) {
@@ -634,10 +673,10 @@ globalThis.pyramidion = (() => {
     bars(drawn) {
       if (!drawn && !this.drawn && this.barred === this.stage) return;
       this.barred = this.stage;
-      const sum = (values, { start, end }) => values.subarray(start, end).reduce((a, b) => a + b, 0);
+      const within = (values, { start, end }) => sum(values.subarray(start, end));
       const rows = this.sections.map((section) => [
-        sum(this.held, section),
-        drawn ? sum(drawn, section) : 0,
+        within(this.held, section),
+        drawn ? within(drawn, section) : 0,
         section.size,
       ]);
       const most = Math.max(...rows.flat());

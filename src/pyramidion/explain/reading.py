@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from pyramidion.explain.account import ROUNDING, Explanation, Stage
+from pyramidion.explain.account import ROUNDING, Copies, Explanation, Stage
 from pyramidion.explain.passages import find_words
 from pyramidion.generation.engine import Engine
 from pyramidion.generation.summarizer import Summarizer, Summary
@@ -102,7 +102,8 @@ def _look(summarizer: Summarizer, text: str, summary: Summary, watch: _Watch, ti
     assert told == summary.text, "the tokens that are explained must be the summary's"
     with torch.inference_mode():
         kept = model.model.encoder(watch.read, watch.mask, output_selections=True, return_dict=True)
-        layers = _cross_attention(model, kept, written[:, :-1])
+        layers, states = _decode(model, kept, written[:, :-1])
+        copies = None if model.copier is None else _copies(model, kept, states, written[:, 1:])
     return Explanation(
         title=SURROGATE.sub("\ufffd", _beginning(text) if title is None else title),
         model=model_name(model),
@@ -113,6 +114,7 @@ def _look(summarizer: Summarizer, text: str, summary: Summary, watch: _Watch, ti
         written=find_words(told, places),
         stages=_stages(model, kept.selections, kept.selection, len(tokens)),
         layers=layers,
+        copies=copies,
         rounding=max(ROUNDING, 2 * torch.finfo(model.dtype).eps),
     )
 
@@ -177,8 +179,8 @@ def _common(prefix: str, whole: str) -> int:
     return size
 
 
-def _cross_attention(model: Any, kept: Any, read: Tensor) -> np.ndarray:
-    """Let the decoder read what it wrote [1 t], and give the attention of each layer to each slot: [l t k].
+def _decode(model: Any, kept: Any, read: Tensor) -> tuple[np.ndarray, Tensor]:
+    """Let the decoder read what it wrote [1 t]: the attention of each layer to each slot [l t k], its states [1 t d].
 
     Attention that writes its matrix out is a setting of the decoder. It is made on a copy that has the same weights,
     so that nobody else who uses the model meanwhile is touched.
@@ -195,8 +197,20 @@ def _cross_attention(model: Any, kept: Any, read: Tensor) -> np.ndarray:
         return_dict=True,
     )
     layers = [weights[0].double().mean(0) for weights in looked.cross_attentions]  # [t k] each
-    found: np.ndarray = torch.stack(layers).cpu().numpy()
-    return found
+    return torch.stack(layers).cpu().numpy(), looked.last_hidden_state
+
+
+def _copies(model: Any, kept: Any, states: Tensor, written: Tensor) -> Copies:
+    """Say what part of the probability of each written token [1 t] came of copying it, and from where."""
+    chances = model.copier(states, kept.last_hidden_state, kept.memory_shares)  # [1 t k]
+    whole = model.copier.mix(model.lm_head(states), chances, kept.memory_tokens)  # [1 t v] logarithms
+    same = kept.memory_tokens.unsqueeze(1) == written.unsqueeze(2)  # [1 t k]
+    shares = torch.where(same, chances, 0) / whole.gather(2, written.unsqueeze(2)).exp()
+    origins = torch.arange(kept.selection.slots.shape[1], device=written.device)[None]
+    for selection in () if model.model.encoder.spreads else kept.selections:
+        origins = origins.gather(1, selection.winners.clamp(min=0))
+    k = int(kept.selection.mask[0].sum())
+    return Copies(origins[0, :k].cpu().numpy(), shares[0, :, :k].double().cpu().numpy())
 
 
 def _stages(model: Any, selections: Sequence[Selection], memory: Selection, n: int) -> tuple[Stage, ...]:

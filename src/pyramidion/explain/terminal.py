@@ -66,6 +66,8 @@ def _print(explanation: Explanation, console: Console, width: int, colour: bool)
         console.print(Text(inert(explanation.note)))
     console.print(Text("\nSummary", "bold"))
     console.print(Text(inert(explanation.summary) or "(nothing was written)"))
+    if explanation.copies is not None and explanation.summary:
+        console.print(Text(copying(explanation), "dim"))
     console.print(Text("\nWhat each section holds of the memory", "bold"))
     console.print(bars(explanation.by_section(), width))
     console.print(Text("\nThe sentences that hold most", "bold"))
@@ -80,6 +82,14 @@ def headline(explanation: Explanation) -> str:
     first, *rest = explanation.stages
     steps = "".join(f", {stage.k:,} after {stage.name}" for stage in rest)
     return f"{first.k:,} tokens{steps}; read by {inert(explanation.model)}"
+
+
+def copying(explanation: Explanation) -> str:
+    """Say how many words of the summary were copied rather than written."""
+    written = explanation.written
+    words = [i for i in range(len(written)) if explanation.summary[written.start[i] : written.end[i]].strip()]
+    copied = sum(explanation.copied(i).sum() >= 0.5 for i in words)
+    return f"{copied:,} of {len(words):,} words were copied from the memory, the rest written."
 
 
 def bars(sections: Sequence[Passage], width: int) -> Table:
