@@ -90,7 +90,7 @@ def test_odd_lengths(name: str, length: int):
 
 @pytest.mark.parametrize("length", [61, 8193])
 def test_copying_is_counted(length: int):
-    config = preset("row-23", copies=True)
+    config = preset("row-23", copies=1)
     cost = count(config, length=length, target=7)
     assert 2 * cost.products == counted_by_torch(config, length, 7)
     assert cost.of("copying").multiplications > 0
@@ -335,9 +335,10 @@ def test_kept_bytes_with_other_settings(changes: dict[str, Any]):
     assert counted == pytest.approx(kept_by_torch(config, 512, 37), rel=0.02)
 
 
-def test_copying_keeps_what_is_counted():
+@pytest.mark.parametrize("copies", [1, 5])
+def test_copying_keeps_what_is_counted(copies: int):
     """By itself: beside all else it would be lost in what may be off."""
-    configs = [shrunk("row-22", attn_implementation="sdpa", attention_dropout=0.0, copies=one) for one in (False, True)]
+    configs = [shrunk("row-22", attn_implementation="sdpa", attention_dropout=0.0, copies=one) for one in (0, copies)]
     before, after = (kept_by_torch(config, 512, 37) for config in configs)
     counted = count(configs[1], target=37, batch=2, bytes=4, device="cpu").of("copying").bytes
     assert counted == pytest.approx(after - before, rel=0.02)

@@ -20,7 +20,7 @@ from test_engine import make_documents
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "block_size": 8},
-    **{"encoder_lengths": [40, 17, 6], "decoder_layers": 2, "copies": True, "dropout": 0.0},
+    **{"encoder_lengths": [40, 17, 6], "decoder_layers": 2, "copies": 1, "dropout": 0.0},
     **{"attention_dropout": 0.0, "activation_dropout": 0.0, "pre_norm": True, "decoder_positions": True},
 }
 KINDS: dict[str, dict[str, Any]] = {
@@ -32,6 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "funnel": {"pooling": "funnel"},
     "none": {"encoder_lengths": [40, 40]},
     "full": {"attention": "full"},
+    "along": {"copies": 3},
+    "along hard": {"copies": 4, "pooling": "hard"},
+    "along all": {"copies": 2, "encoder_lengths": [40, 40]},
+    "along funnel": {"copies": 2, "pooling": "funnel"},
 }
 LENGTHS = [33, 5, 17, 1]
 
@@ -44,6 +48,8 @@ def make(seed: int = 0, **changes: Any) -> PyramidionForConditionalGeneration:
     with torch.no_grad():
         model.copier.query.weight.mul_(5)
         model.copier.gate.bias.add_(1)
+        if model.copier.ahead is not None:
+            model.copier.ahead.weight.mul_(9)
     return model
 
 
@@ -71,24 +77,27 @@ def test_probabilities_sum_to_one_and_the_loss_is_theirs(model: PyramidionForCon
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_can_be_copied_is_what_won(kind: str):
-    """Layer by layer, the winner of the winners; in plain loops, from the Selections that are given out."""
+    """Layer by layer, the winner of the winners, and what follows it; in plain loops, from the Selections given out."""
     model = make(**KINDS[kind])
     tokens, mask = make_documents(LENGTHS)
     with torch.no_grad():
         kept = model.get_encoder()(tokens, mask, output_selections=True)
-    assert kept.memory_tokens.shape == kept.memory_shares.shape == kept.last_hidden_state.shape[:2]
+    w = model.config.copies
+    assert kept.memory_tokens.shape == (*kept.last_hidden_state.shape[:2], w)
+    assert kept.memory_shares.shape == kept.last_hidden_state.shape[:2]
     for i, length in enumerate(LENGTHS):
         k = kept.memory_tokens.shape[1]
         for slot in range(k):
             place, share = slot, 1.0
-            layers = () if kind == "funnel" else reversed(kept.selections)
+            layers = () if "funnel" in kind else reversed(kept.selections)
             for selection in layers:
                 place = int(selection.winners[i, place]) if place < selection.winners.shape[1] and place >= 0 else -1
                 share *= float(selection.weights[i, place]) if place >= 0 else 0.0
             real = 0 <= place < length
             assert float(kept.memory_shares[i, slot]) == pytest.approx(share if real else 0.0, abs=1e-6)
             if real:
-                assert kept.memory_tokens[i, slot] == tokens[i, place]
+                follow = [tokens[i, place + step if place + step < length else place] for step in range(w)]
+                assert kept.memory_tokens[i, slot].tolist() == follow
 
 
 def test_a_certain_copy_is_written():
@@ -100,7 +109,7 @@ def test_a_certain_copy_is_written():
     logits = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=torch.tensor([[1, 50, 60]])).logits
     kept = model.get_encoder()(tokens, mask)
     likely = torch.zeros(97, dtype=torch.bool)
-    likely[kept.memory_tokens[0]] = True
+    likely[kept.memory_tokens[0, :, 0]] = True
     held = float(kept.memory_shares.detach().min())
     assert float(logits.detach().exp()[..., likely].sum(-1).min()) >= held > 0
 
@@ -163,7 +172,7 @@ def test_what_is_copied_teaches_the_scorer():
     kept = model.get_encoder()(tokens, mask)
     assert model.copier is not None
     copied = model.copier(torch.randn(2, 1, 24), kept.last_hidden_state.detach(), kept.memory_shares)
-    found = model.copier.of_labels(copied, kept.memory_tokens, kept.memory_tokens[:, :1])[1]
+    found = model.copier.of_labels(*copied, kept.memory_tokens, kept.memory_tokens[:, :1, 0])[1]
     scorers = [p for name, p in model.named_parameters() if "scorer.linear.weight" in name]
     assert all(bool((grad != 0).any()) > 0 for grad in torch.autograd.grad(-found.sum(), scorers))
 
@@ -171,7 +180,7 @@ def test_what_is_copied_teaches_the_scorer():
 def test_copying_is_learnt_where_it_is_all_there_is_to_learn():
     """Write the one rare word of a document: with copies it takes few steps, without them it is not found."""
 
-    def train(copies: bool) -> float:
+    def train(copies: int) -> float:
         torch.manual_seed(3)
         changes = {"vocab_size": 997, "copies": copies, "decoder_layers": 1, "encoder_lengths": [24, 6]}
         model = PyramidionForConditionalGeneration(PyramidionConfig(**{**SIZES, **changes}))
@@ -186,7 +195,30 @@ def test_copying_is_learnt_where_it_is_all_there_is_to_learn():
             adam.step()
         return float(loss.detach())
 
-    assert train(True) < 2.0 < 5.0 < train(False)
+    assert train(1) < 2.0 < 5.0 < train(0)
+
+
+def test_a_phrase_is_gone_along():
+    """Write the three words behind a mark, of which one slot in eight can hold the mark alone."""
+
+    def train(copies: int) -> float:
+        torch.manual_seed(3)
+        changes = {"vocab_size": 997, "copies": copies, "decoder_layers": 1, "encoder_lengths": [24, 3]}
+        model = PyramidionForConditionalGeneration(PyramidionConfig(**{**SIZES, **changes}))
+        adam = torch.optim.Adam(model.parameters(), 3e-3)
+        for _ in range(150):
+            tokens = torch.randint(4, 997, (32, 24))
+            place = torch.randint(0, 20, (32, 1))
+            tokens.scatter_(1, place, 3)
+            phrase = tokens.gather(1, place + torch.arange(4))[:, 1:]
+            loss = model(input_ids=tokens, labels=phrase).loss
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        return float(loss.detach())
+
+    along, alone = train(4), train(1)
+    assert along < 1.0 < 4.0 < alone, (along, alone)
 
 
 def test_a_folder_keeps_the_copier(tmp_path: Path):
@@ -202,12 +234,15 @@ def test_a_folder_keeps_the_copier(tmp_path: Path):
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
-def test_parameters_are_counted():
-    model = make()
+@pytest.mark.parametrize("copies", [1, 2, 7])
+def test_parameters_are_counted(copies: int):
+    model = make(copies=copies)
     assert parameters(model.config) == sum(weight.numel() for weight in model.parameters())
 
 
 def test_what_cannot_be_copied_is_refused():
+    with pytest.raises(ValueError, match="`copies` must be at least 0, got -1"):
+        PyramidionConfig(copies=-1)
     model = make()
     with pytest.raises(ValueError, match="`input_ids` must be given to a model that copies"):
         model(inputs_embeds=torch.randn(1, 9, 24), decoder_input_ids=torch.ones(1, 1, dtype=torch.long))

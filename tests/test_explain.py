@@ -220,10 +220,11 @@ def test_every_pooling_can_be_explained(name: str, tokenizer: Any):
     assert explanation.drawn(0).sum() == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("name", POOLINGS)
-def test_what_was_copied_is_the_rest_of_what_was_written(name: str, tokenizer: Any):
+def test_what_was_copied_is_the_rest_of_what_was_written(name: str, copies: int, tokenizer: Any):
     """Of the probability of each token: the vocabulary's part as one computes it by hand, copying is the rest."""
-    changes = {"encoder_lengths": [128, 61, 17], "copies": True, **POOLINGS[name]}
+    changes = {"encoder_lengths": [128, 61, 17], "copies": copies, **POOLINGS[name]}
     summarizer = make_summarizer(tokenizer, torch.float64, **changes)
     model: Any = summarizer.model
     seen: list[torch.Tensor] = []
@@ -240,16 +241,16 @@ def test_what_was_copied_is_the_rest_of_what_was_written(name: str, tokenizer: A
     with torch.no_grad():
         out = model(ids, decoder_input_ids=wrote[:, :-1])
         states = model.model(ids, decoder_input_ids=wrote[:, :-1]).last_hidden_state
-        chances = model.copier(states, out.encoder_last_hidden_state, out.memory_shares)[0]
+        chances = model.copier(states, out.encoder_last_hidden_state, out.memory_shares)[0][0]  # [t k]
     label = wrote[0, 1:, None]
     whole = out.logits[0].gather(1, label).exp()[:, 0]
     by_words = model.lm_head(states)[0].softmax(-1).gather(1, label)[:, 0] * (1 - chances.sum(1))
-    copies = explanation.copies
-    assert copies is not None
+    found = explanation.copies
+    assert found is not None
     k = explanation.memory.k
-    assert ids[0][torch.from_numpy(copies.origins)].tolist() == out.memory_tokens[0, :k].tolist()
+    assert ids[0][torch.from_numpy(found.origins)].tolist() == out.memory_tokens[0, :k].flatten().tolist()
     expected = (1 - by_words / whole).detach().numpy()
-    np.testing.assert_allclose(copies.shares.sum(1), expected, atol=1e-9)
+    np.testing.assert_allclose(found.shares.sum(1), expected, atol=1e-9)
     assert expected.max() > 0.01
     for word in range(len(explanation.written)):
         first, last = explanation.written.token[word : word + 2]
@@ -271,7 +272,7 @@ def test_copies_that_cannot_be_are_refused(tokenizer: Any, explained: Explanatio
     good = Copies(np.arange(k), np.full((t, k), 1 / k))
     assert replace(explained, copies=good).copied(0).sum() == pytest.approx(1)
     wrong = {
-        r"origins \[k\] and shares \[t k\]": Copies(good.origins[1:], good.shares),
+        r"origins \[c\] and shares \[t c\]": Copies(good.origins[1:], good.shares),
         f"from 0 to {n - 1:,}, got {n}": Copies(good.origins + n - k + 1, good.shares),
         "at least 0 and at most 1": Copies(good.origins, good.shares * 1.001),
         "must be at least 0": Copies(good.origins, -good.shares),

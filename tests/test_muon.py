@@ -102,7 +102,7 @@ def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]):
 
 def test_a_model_is_split_into_matrices_and_the_rest():
     config = PyramidionConfig(
-        vocab_size=50, hidden_size=16, num_attention_heads=2, encoder_lengths=[32, 8], decoder_layers=1, copies=True
+        vocab_size=50, hidden_size=16, num_attention_heads=2, encoder_lengths=[32, 8], decoder_layers=1, copies=1
     )
     model = PyramidionForConditionalGeneration(config)
     matrices, rest = split(model)

@@ -56,8 +56,9 @@ class PyramidionConfig(PreTrainedConfig):
         scorer_dimension: The coordinate that the `embedding` scorer reads.
         pre_norm: Normalise before each sublayer instead of after it, as the paper does.
         decoder_positions: Add sinusoids to the decoder's input. The paper adds none: the memory carries positions.
-        copies: Let a token be copied from the memory as well as written: the one that won a slot, with the share that
-            it holds there. The scorer then learns to keep what is worth copying. Not in the paper.
+        copies: Let a token be copied out of the document as well as written: the one that won a slot of the memory, by
+            the share that it holds there, or one behind it. How many tokens can be copied from each slot on: 1 is the
+            winner alone, 0 nothing. The scorer then learns to keep what is worth copying. Not in the paper.
 
     The other arguments mean what they mean in every transformer.
 
@@ -101,7 +102,7 @@ class PyramidionConfig(PreTrainedConfig):
     activation_function: str = "relu"
     pre_norm: bool = False
     decoder_positions: bool = False
-    copies: bool = False
+    copies: int = 0
     dropout: float = 0.1
     attention_dropout: float = 0.1
     activation_dropout: float = 0.1
@@ -181,6 +182,8 @@ class PyramidionConfig(PreTrainedConfig):
         for name in (*counted, "block_size", "bucket_size", "num_hashes", "local_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.copies < 0:
+            raise ValueError(f"`copies` must be at least 0, got {self.copies}.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"`hidden_size` must be a multiple of `num_attention_heads`, "

@@ -64,8 +64,9 @@ class PyramidionEncoderOutput(BaseModelOutput):
     last_hidden_state  [b k d]  the memory; a document with fewer representations has its own first
     memory_mask        [b k]    True for a real one, None where all are. It travels with the memory, because `generate`
                                 knows only the mask of the source
-    memory_tokens, memory_shares  [b k] the token that won each slot, and how much of the slot it holds, 0 where there
-                                is none; only with `copies`
+    memory_tokens      [b k w]  the token that won each slot and those behind it in the document, as many as `copies`
+                                says; where the document ends before, the winner again. Only with `copies`
+    memory_shares      [b k]    how much of its slot the winner holds, 0 where there is none. Only with `copies`
     hidden_states      what enters the first layer and leaves each one, [b n d] each, with `output_hidden_states`
     attentions         weights of each layer, over blocks [B h m m] or documents [b h n n], with `output_attentions`
     selections         the Selection of each layer that pools, with `output_selections`; the first one starts from
@@ -397,13 +398,13 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         tokens, layout = self._enter(source, attention_mask)  # [b n ...]
         trace = _Trace([] if output_hidden_states else None, [] if output_attentions else None, [])
         chosen = partial(self._account, source, attention_mask, layout.n, trace.selections)
-        memory, layout = self.encode(tokens, layout, trace)  # [b k d]
+        entered, (memory, layout) = layout, self.encode(tokens, layout, trace)  # [b k d]
         return PyramidionEncoderOutput(
             last_hidden_state=memory,
             hidden_states=None if trace.states is None else tuple(trace.states),
             attentions=None if trace.attentions is None else tuple(trace.attentions),
             memory_mask=None if layout.equal else layout.document_mask,
-            **self._winners(tokens, layout, trace.selections),
+            **self._winners(tokens, entered, layout, trace.selections),
             **(chosen() if output_selections else {}),
         )
 
@@ -473,22 +474,26 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             return received(weights, layout.document_mask)
         return layout.unpack(received(weights, layout.mask))
 
-    def _winners(self, tokens: Tensor, layout: Layout, selections: list[Selection]) -> dict[str, Any]:
-        """Say which token [b n] won each slot of the memory, layer upon layer, and how much of it that is.
+    def _winners(self, tokens: Tensor, entered: Layout, layout: Layout, selections: list[Selection]) -> dict[str, Any]:
+        """Say which token [b n] won each slot of the memory, layer upon layer, what follows it, and how much it holds.
 
         Nothing where a model does not copy, or was given vectors instead of tokens.
         """
         if not self.config.copies or tokens.is_floating_point():
             return {}
         shares = torch.ones(tokens.shape, device=tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         for selection in () if self.spreads else selections:
             winners = selection.winners.clamp(min=0)  # [b k]
             shares = shares.gather(1, winners) * selection.weights.gather(1, winners)
-            tokens = tokens.gather(1, winners)
-        real = layout.document_mask
+            places = places.gather(1, winners)
+        places = places[:, : layout.n].unsqueeze(2)
+        behind = places + torch.arange(self.config.copies, device=tokens.device)  # [b k w]
+        inside = behind < entered.document_mask.sum(1)[:, None, None]
+        copied = torch.where(inside, behind, places)
         return {
-            "memory_tokens": tokens[:, : layout.n],
-            "memory_shares": shares[:, : layout.n].masked_fill(~real, 0),
+            "memory_tokens": tokens.gather(1, copied.flatten(1)).unflatten(1, copied.shape[1:]),
+            "memory_shares": shares[:, : layout.n].masked_fill(~layout.document_mask, 0),
         }
 
     def _account(
@@ -736,23 +741,28 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
 
 
 class PyramidionCopier(nn.Module):
-    """Copy from the memory: attend to its slots with one wide head, and take the tokens that won them.
+    """Copy from the document: attend to the slots with one wide head, and take a slot's winner or a token behind it.
 
-    A token is written by the head over the vocabulary, or copied. `forward` says how likely each slot's token is to be
-    copied; what is left of 1 is for the vocabulary. Of a slot that is a blend, only the winner's share can be copied.
+    A token is written by the head over the vocabulary, or copied. `forward` says how likely it is to be copied from
+    each slot; what is left of 1 is for the vocabulary. Of a slot that is a blend, only the winner's share can be
+    copied. How far behind the winner the token is that is copied, `ahead` says for all slots alike: so a phrase of
+    which one word is kept can be gone along.
     """
 
     def __init__(self, config: PyramidionConfig) -> None:
         super().__init__()
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.gate = nn.Linear(config.hidden_size, 1)
+        self.ahead = nn.Linear(config.hidden_size, config.copies) if config.copies > 1 else None
 
-    def forward(self, x: Tensor, memory: Tensor, shares: Tensor) -> Tensor:
-        """Give from x [b t d], memory [b k d] and its winners' shares [b k] the probabilities [b t k].
+    def forward(self, x: Tensor, memory: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Give from x [b t d], memory [b k d] and its winners' shares [b k] the probabilities of slots and of steps.
 
-        They are in float32, or in float64 where x is.
+        The first [b t k] are those of copying from each slot, the second [b t w], which sum to 1, of how far behind its
+        winner. They are in float32, or in float64 where x is.
         """
-        return self.attend(self.query(x), self.gate(x), memory, shares)
+        steps = x[..., :0] if self.ahead is None else self.ahead(x)
+        return self.attend(self.query(x), self.gate(x), memory, shares), self.steps(steps)
 
     @staticmethod
     def attend(query: Tensor, gate: Tensor, memory: Tensor, shares: Tensor) -> Tensor:
@@ -764,21 +774,30 @@ class PyramidionCopier(nn.Module):
         return scores.softmax(-1) * shares * gate.to(wide).sigmoid()
 
     @staticmethod
-    def mix(logits: Tensor, copied: Tensor, tokens: Tensor) -> Tensor:
-        """Give the logarithms of all probabilities [b t v]: of logits [b t v], and of tokens [b k] that are copied."""
+    def steps(logits: Tensor) -> Tensor:
+        """Give the probabilities of the steps behind a winner from their logits [b t w]; the only one has none."""
         wide = torch.promote_types(logits.dtype, torch.float32)
-        written = logits.softmax(-1, dtype=wide) * (1 - copied.sum(-1, keepdim=True))
-        places = tokens.unsqueeze(1).expand(copied.shape)
-        return written.scatter_add(-1, places, copied.to(wide)).clamp(min=torch.finfo(wide).tiny).log()
+        return F.pad(logits, (0, int(not logits.shape[-1]))).softmax(-1, dtype=wide)
 
     @staticmethod
-    def of_labels(copied: Tensor, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(logits: Tensor, copied: Tensor, ahead: Tensor, tokens: Tensor) -> Tensor:
+        """Give the logarithms of all probabilities [b t v]: of logits [b t v], and of copying tokens [b k w]."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        written = logits.softmax(-1, dtype=wide) * (1 - copied.sum(-1, keepdim=True))
+        each = (copied.unsqueeze(-1) * ahead.unsqueeze(-2)).flatten(-2).to(wide)  # [b t k*w]
+        places = tokens.flatten(1).unsqueeze(1).expand(each.shape)
+        return written.scatter_add(-1, places, each).clamp(min=torch.finfo(wide).tiny).log()
+
+    @staticmethod
+    def of_labels(copied: Tensor, ahead: Tensor, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Give for labels [b t] the logarithms [b*t] of what is not copied, and of copying just that label."""
         tiny = torch.finfo(copied.dtype).tiny
-        same = tokens.unsqueeze(1) == labels.unsqueeze(2)  # [b t k]
-        found = torch.where(same, copied, 0).sum(-1).clamp(min=tiny).log()
+        found = torch.zeros_like(copied[..., 0])
+        for step, words in enumerate(tokens.unbind(2)):  # a comparison of [b t k] at a time
+            same = words.unsqueeze(1) == labels.unsqueeze(2)
+            found = found + ahead[..., step] * torch.where(same, copied, 0).sum(-1)
         rest = (1 - copied.sum(-1)).clamp(min=torch.finfo(copied.dtype).eps).log()
-        return rest.flatten(), found.flatten()
+        return rest.flatten(), found.clamp(min=tiny).log().flatten()
 
 
 class PyramidionEncoderModel(PyramidionPreTrainedModel):
@@ -965,8 +984,8 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
             loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name != "last_hidden_state"}
         )
 
-    def _copied(self, x: Tensor, outputs: PyramidionModelOutput) -> tuple[Tensor, Tensor] | None:
-        """Say how likely each slot's token is to be copied [b t k], and which it is [b k]; None if none ever is."""
+    def _copied(self, x: Tensor, outputs: PyramidionModelOutput) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Say how likely it is to copy from each slot [b t k], how far behind its winner [b t w], and what [b k w]."""
         if self.copier is None:
             return None
         tokens, shares = outputs.memory_tokens, outputs.memory_shares
@@ -975,7 +994,7 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
                 "`input_ids` must be given to a model that copies, or `encoder_outputs` that came of them: "
                 "this memory holds no tokens."
             )
-        return self.copier(x, outputs.encoder_last_hidden_state, shares), tokens
+        return *self.copier(x, outputs.encoder_last_hidden_state, shares), tokens
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Shift labels [b t] right behind the start token, padding where they are -100."""

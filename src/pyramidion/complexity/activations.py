@@ -234,11 +234,13 @@ def output_head(config: PyramidionConfig, target: int, how: Precision) -> int:
 
 
 def copying(config: PyramidionConfig, target: int, memory: int, how: Precision) -> int:
-    """Keep the query and its input, and for each slot its weight, what is copied of it, and whether it is the label.
+    """Keep the query and its input, and for each slot its weight, what is copied of it, and which of it is the label.
 
-    Besides, six numbers a token, and for the slots of every layer that pools their winners and two shares.
+    Besides, numbers of each token and each step that it may go, and for the slots of every layer that pools their
+    winners and two shares.
     """
-    looked = target * (2 * config.hidden_size * how.bytes + 6 * FLOAT) + target * memory * (2 * FLOAT + 1)
+    numbers = (7 + 2 * config.copies) * FLOAT
+    looked = target * (2 * config.hidden_size * how.bytes + numbers + memory * (2 * FLOAT + config.copies))
     return looked + sum(pooling.k for pooling in config.poolings.values()) * (8 + 2 * FLOAT)
 
 

@@ -179,7 +179,8 @@ def _decoder_rows(config: PyramidionConfig, length: int | None, target: int, how
         yield Row("decoder feed-forward", layer, products.feed_forward(config, target), transformed)
     yield Row("output head", None, target * d * config.vocab_size, kept.output_head(config, target, how))
     if config.copies:
-        looked = target * (d + 1) * d + target * memory * d
+        steps = config.copies if config.copies > 1 else 0
+        looked = target * (d + 1 + steps) * d + target * memory * d
         yield Row("copying", None, looked, kept.copying(config, target, memory, how))
 
 

@@ -17,6 +17,7 @@ def parameters(config: PyramidionConfig) -> int:
         + sum(scorers.get(pooling.scorer or "", 0) for pooling in config.poolings.values())
         + (2 * norm if config.pre_norm else 0)
         + (hidden + d + 1 if config.copies else 0)
+        + (config.copies * (d + 1) if config.copies > 1 else 0)
     )
 
 

@@ -57,19 +57,19 @@ class Stage:
 class Copies:
     """Say where summary tokens were copied from, by a model that copies.
 
-    origins  [k]    the source token that won each slot of the memory, the one that is copied from it
-    shares   [t k]  how much of the probability of summary token t came of copying it out of each slot; what is left of
-                    1 came of the vocabulary
+    origins  [c]    source tokens that can be copied: winners of slots and those behind them, one for each way to copy
+    shares   [t c]  how much of the probability of summary token t came of each way; what is left of 1 came of the
+                    vocabulary
     """
 
     origins: np.ndarray
     shares: np.ndarray
 
-    def check(self, n: int, t: int, k: int, rounding: float) -> None:
+    def check(self, n: int, t: int, rounding: float) -> None:
         """Refuse shares of what is not there, or that make more than 1."""
-        if self.origins.shape != (k,) or self.shares.shape != (t, k):
+        if self.origins.ndim != 1 or self.shares.shape != (t, len(self.origins)):
             got = f"{list(self.origins.shape)} and {list(self.shares.shape)}"
-            raise ValueError(f"`copies` must have origins [k] and shares [t k] with t = {t} and k = {k}, got {got}.")
+            raise ValueError(f"`copies` must have origins [c] and shares [t c] with t = {t}, got {got}.")
         if not 0 <= self.origins.min() <= self.origins.max() < n:
             raise ValueError(f"Origins must be source tokens, from 0 to {n - 1:,}, got {self.origins.max():,}.")
         if not self.shares.min() >= 0 or not self.shares.sum(1).max() <= 1 + rounding:
@@ -136,7 +136,7 @@ class Explanation:
             stage.check(self.words.tokens)
         self._check_attention()
         if self.copies is not None:
-            self.copies.check(self.words.tokens, self.written.tokens, self.memory.k, self.rounding)
+            self.copies.check(self.words.tokens, self.written.tokens, self.rounding)
 
     def _check_attention(self) -> None:
         t, k = self.written.tokens, self.memory.k
@@ -286,8 +286,8 @@ def _copied(copies: Copies) -> list[list[tuple[int, float]]]:
     """List, for each summary token, the source tokens it was copied from, with what came of each."""
     found: list[list[tuple[int, float]]] = [[] for _ in copies.shares]
     shares = copies.shares.round(DECIMALS)
-    for token, slot in zip(*(places.tolist() for places in shares.nonzero()), strict=True):
-        found[token].append((int(copies.origins[slot]), float(shares[token, slot])))
+    for token, way in zip(*(places.tolist() for places in shares.nonzero()), strict=True):
+        found[token].append((int(copies.origins[way]), float(shares[token, way])))
     return found
 
 

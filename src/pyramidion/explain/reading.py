@@ -202,15 +202,19 @@ def _decode(model: Any, kept: Any, read: Tensor) -> tuple[np.ndarray, Tensor]:
 
 def _copies(model: Any, kept: Any, states: Tensor, written: Tensor) -> Copies:
     """Say what part of the probability of each written token [1 t] came of copying it, and from where."""
-    chances = model.copier(states, kept.last_hidden_state, kept.memory_shares)  # [1 t k]
-    whole = model.copier.mix(model.lm_head(states), chances, kept.memory_tokens)  # [1 t v] logarithms
-    same = kept.memory_tokens.unsqueeze(1) == written.unsqueeze(2)  # [1 t k]
-    shares = torch.where(same, chances, 0) / whole.gather(2, written.unsqueeze(2)).exp()
-    origins = torch.arange(kept.selection.slots.shape[1], device=written.device)[None]
+    slots, steps = model.copier(states, kept.last_hidden_state, kept.memory_shares)  # [1 t k], [1 t w]
+    whole = model.copier.mix(model.lm_head(states), slots, steps, kept.memory_tokens)  # [1 t v] logarithms
+    k, n = int(kept.selection.mask[0].sum()), kept.selection.slots.shape[1]
+    each = slots[0, :, :k, None] * steps[0, :, None]  # [t k w]
+    same = kept.memory_tokens[0, :k] == written[0, :, None, None]
+    shares = torch.where(same, each, 0) / whole[0].gather(1, written[0, :, None])[:, :, None].exp()
+    places = torch.arange(n, device=written.device)[None]
     for selection in () if model.model.encoder.spreads else kept.selections:
-        origins = origins.gather(1, selection.winners.clamp(min=0))
-    k = int(kept.selection.mask[0].sum())
-    return Copies(origins[0, :k].cpu().numpy(), shares[0, :, :k].double().cpu().numpy())
+        places = places.gather(1, selection.winners.clamp(min=0))
+    winners = places[0, :k, None]
+    behind = winners + torch.arange(steps.shape[-1], device=written.device)  # [k w]
+    origins = torch.where(behind < n, behind, winners)
+    return Copies(origins.flatten().cpu().numpy(), shares.flatten(1).double().cpu().numpy())
 
 
 def _stages(model: Any, selections: Sequence[Selection], memory: Selection, n: int) -> tuple[Stage, ...]:

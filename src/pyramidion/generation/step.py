@@ -127,32 +127,35 @@ def compute_dtype(model: PyramidionForConditionalGeneration) -> torch.dtype:
 
 
 class Copy:
-    """Let tokens be copied from the memory: its vectors [b k d], the tokens of its slots and their shares [b k]."""
+    """Let tokens be copied: the memory's vectors [b k d], tokens from its winners on [b k w], their shares [b k]."""
 
     def __init__(self, model: PyramidionForConditionalGeneration, documents: int, k: int, dtype: torch.dtype) -> None:
         self.look = self.looks(model, dtype)
         place = {"device": model.device}
         self.memory = torch.zeros(documents, k, model.config.hidden_size, dtype=dtype, **place)
-        self.tokens = torch.zeros(documents, k, dtype=torch.int64, **place)
+        self.tokens = torch.zeros(documents, k, model.config.copies, dtype=torch.int64, **place)
         self.shares = torch.zeros(documents, k, dtype=torch.promote_types(dtype, torch.float32), **place)
 
     @staticmethod
     def looks(model: PyramidionForConditionalGeneration, dtype: torch.dtype) -> Dense:
-        """Put the copier's query and gate side by side."""
+        """Put the copier's query, gate and steps side by side."""
         assert model.copier is not None
-        return fuse(dtype, model.copier.query, model.copier.gate)
+        ahead = [] if model.copier.ahead is None else [model.copier.ahead]
+        return fuse(dtype, model.copier.query, model.copier.gate, *ahead)
 
     def read(self, memory: Tensor, tokens: Tensor, shares: Tensor) -> None:
         """Take up documents; the places behind them hold nothing that could be copied."""
-        b, k = tokens.shape
+        b, k = shares.shape
         self.shares.zero_()
         self.memory[:b, :k], self.tokens[:b, :k], self.shares[:b, :k] = memory, tokens, shares
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Turn logits [r v] for rows x [r d] into the logarithms of all probabilities."""
-        looked = self.look(x).unflatten(0, (len(self.tokens), -1))  # [b beams d+1]
-        copied = PyramidionCopier.attend(looked[..., :-1], looked[..., -1:], self.memory, self.shares)
-        return PyramidionCopier.mix(logits.unflatten(0, looked.shape[:2]), copied, self.tokens).flatten(0, 1)
+        d = x.shape[-1]
+        looked = self.look(x).unflatten(0, (len(self.tokens), -1))  # [b beams d+1+w]
+        copied = PyramidionCopier.attend(looked[..., :d], looked[..., d : d + 1], self.memory, self.shares)
+        ahead = PyramidionCopier.steps(looked[..., d + 1 :])
+        return PyramidionCopier.mix(logits.unflatten(0, looked.shape[:2]), copied, ahead, self.tokens).flatten(0, 1)
 
 
 class Decoder:
