@@ -1,7 +1,8 @@
-# Two commands matter: `make run` shows what the library does, `make test` shows that it does it.
+# Two commands matter: `make run` shows what the library does, `make test` shows that it does it. Its workers are one
+# more than the cores that it is made for, because some tests wait for processes.
 SHELL   := bash
 PYTHON  ?=
-WORKERS ?= 2
+WORKERS ?= 3
 BIN     := .venv/bin
 PIP     := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

@@ -1464,10 +1464,10 @@ def peak(tmp_path: Path, megabytes: int, tokenizer: str) -> float:
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch):
     """Words never repeat here, so that what is remembered of them is nearly full in the smaller corpus already.
 
-    To keep the text and its tokens would take some 80 MB more.
+    To keep the text and its tokens would take some 56 MB more.
     """
-    small, large = (peak(tmp_path, megabytes, tokenizer_folder) for megabytes in (12, 32))
-    assert large < small + 60, (small, large)
+    small, large = (peak(tmp_path, megabytes, tokenizer_folder) for megabytes in (10, 24))
+    assert large < small + 42, (small, large)
 
 
 @pytest.mark.slow

@@ -117,10 +117,10 @@ def test_processes_change_no_score(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_scoring_takes_less_than_a_tenth_of_a_second_each():
     words = DOCUMENT.split()
-    parts = [" ".join((words * 2)[start : start + 170]) for start in range(301)]
+    parts = [" ".join((words * 2)[start : start + 170]) for start in range(101)]
     begun = time.monotonic()
     rouge(parts[:-1], parts[1:], workers=2)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 10
 
 
 # --------------------------------------------------------------------------------------------------------------------
