@@ -81,7 +81,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Bring the singular values of each matrix (..., m, n) near 1 and keep its singular vectors, by Newton and Schulz.
+    """Bring the singular values of matrices [b m n] near 1 and keep their singular vectors, by Newton and Schulz.
 
     In bf16, in which a GPU is fastest; a step of learning does not notice.
     """
