@@ -1,5 +1,6 @@
 """What every test may rely on: kernels run somewhere, seeds are fixed, arithmetic is not shared with other workers."""
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what stays to the end: modules and tests, a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
