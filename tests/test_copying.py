@@ -268,7 +268,7 @@ def test_a_training_step_compiles_whole():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "no_repeat_ngram_size": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["soft", "none"])
+@pytest.mark.parametrize("kind", ["soft", "none", "along"])
 def test_every_loop_writes_the_same_on_a_gpu(kind: str, options: dict[str, Any]):
     """In double precision, where no choice is decided by rounding."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
@@ -295,7 +295,7 @@ def test_half_precision_learns_what_single_does_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["soft", "straight-through", "mean", "none"])
+@pytest.mark.parametrize("kind", ["soft", "straight-through", "mean", "none", "along"])
 def test_gradients_are_those_of_a_cpu_on_a_gpu(kind: str):
     tokens, mask = make_documents(LENGTHS)
     labels = labels_of(tokens)
