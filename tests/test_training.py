@@ -34,6 +34,7 @@ from pyramidion.training import account as accounts
 from pyramidion.training import run as runs
 from pyramidion.training import trainer
 from pyramidion.training.checkpoint import Checkpoints, verify
+from pyramidion.training.muon import Muon
 from pyramidion.training.recipe import Recipe, default_recipe, read_recipe
 from pyramidion.training.run import train
 from pyramidion.training.trainer import PyramidionTrainer, TrainingStopped
@@ -385,6 +386,22 @@ def test_the_rate_follows_its_schedule(schedule: str, last: float, store: Path, 
     rates = [line["learning_rate"] for line in metrics(tmp_path) if "learning_rate" in line]
     assert rates[:3] == pytest.approx([0, recipe.learning_rate / 2, recipe.learning_rate])
     assert rates[-1] == pytest.approx(last * recipe.learning_rate, rel=1e-3)
+
+
+def test_muon_gets_what_the_recipe_says(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Matrices and the table of vectors shrink, norms and biases do not; what a model has is learnt once."""
+    made: list[Muon] = []
+    monkeypatch.setattr(trainer, "Muon", lambda *given, **named: made.append(Muon(*given, **named)) or made[-1])
+    recipe = small(optimizer="muon", max_steps=1, weight_decay=0.07, adam_beta2=0.9, evaluate_every=99.0)
+    train(recipe, store, tmp_path, tell=silent)
+    matrices, table, rest = made[0].param_groups
+    assert [group["weight_decay"] for group in (matrices, table, rest)] == [0.07, 0.07, 0.0]
+    assert all(group["betas"] == (0.9, 0.9) for group in (matrices, table, rest))
+    assert all(weight.ndim == 2 for weight in (*matrices["params"], *table["params"]))
+    assert all(weight.ndim == 1 for weight in rest["params"])
+    model = PyramidionForConditionalGeneration.from_pretrained(tmp_path / "model")
+    counted = sum(weight.numel() for group in made[0].param_groups for weight in group["params"])
+    assert counted == sum(weight.numel() for weight in model.parameters())
 
 
 def test_a_part_of_an_epoch_may_pass_between_validations(store: Path, tmp_path: Path):
