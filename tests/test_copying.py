@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,48 +178,40 @@ def test_what_is_copied_teaches_the_scorer():
     assert all(bool((grad != 0).any()) > 0 for grad in torch.autograd.grad(-found.sum(), scorers))
 
 
+def learnt(draw: Callable[[], tuple[Tensor, Tensor]], copies: int, k: int) -> float:
+    """Train a small model on documents and labels that are drawn anew in each step, and give the last loss."""
+    torch.manual_seed(3)
+    changes = {"vocab_size": 997, "copies": copies, "decoder_layers": 1, "encoder_lengths": [24, k]}
+    model = PyramidionForConditionalGeneration(PyramidionConfig(**{**SIZES, **changes}))
+    adam = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(100):
+        tokens, labels = draw()
+        loss = model(input_ids=tokens, labels=labels).loss
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return float(loss.detach())
+
+
 def test_copying_is_learnt_where_it_is_all_there_is_to_learn():
     """Write the one rare word of a document: with copies it takes few steps, without them it is not found."""
 
-    def train(copies: int) -> float:
-        torch.manual_seed(3)
-        changes = {"vocab_size": 997, "copies": copies, "decoder_layers": 1, "encoder_lengths": [24, 6]}
-        model = PyramidionForConditionalGeneration(PyramidionConfig(**{**SIZES, **changes}))
-        adam = torch.optim.Adam(model.parameters(), 3e-3)
-        for _ in range(100):
-            tokens = torch.randint(3, 20, (32, 24))
-            rare = torch.randint(20, 997, (32, 1))
-            tokens.scatter_(1, torch.randint(0, 24, (32, 1)), rare)
-            loss = model(input_ids=tokens, labels=rare).loss
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-        return float(loss.detach())
+    def draw() -> tuple[Tensor, Tensor]:
+        rare = torch.randint(20, 997, (32, 1))
+        return torch.randint(3, 20, (32, 24)).scatter_(1, torch.randint(0, 24, (32, 1)), rare), rare
 
-    assert train(1) < 2.0 < 5.0 < train(0)
+    assert learnt(draw, 1, k=6) < 2.0 < 5.0 < learnt(draw, 0, k=6)
 
 
 def test_a_phrase_is_gone_along():
-    """Write the three words behind a mark, of which one slot in eight can hold the mark alone."""
+    """Write the three words behind a mark: three slots for 24 words can keep the mark, but hardly all of these."""
 
-    def train(copies: int) -> float:
-        torch.manual_seed(3)
-        changes = {"vocab_size": 997, "copies": copies, "decoder_layers": 1, "encoder_lengths": [24, 3]}
-        model = PyramidionForConditionalGeneration(PyramidionConfig(**{**SIZES, **changes}))
-        adam = torch.optim.Adam(model.parameters(), 3e-3)
-        for _ in range(100):
-            tokens = torch.randint(4, 997, (32, 24))
-            place = torch.randint(0, 20, (32, 1))
-            tokens.scatter_(1, place, 3)
-            phrase = tokens.gather(1, place + torch.arange(4))[:, 1:]
-            loss = model(input_ids=tokens, labels=phrase).loss
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
-        return float(loss.detach())
+    def draw() -> tuple[Tensor, Tensor]:
+        place = torch.randint(0, 20, (32, 1))
+        tokens = torch.randint(4, 997, (32, 24)).scatter_(1, place, 3)
+        return tokens, tokens.gather(1, place + torch.arange(1, 4))
 
-    along, alone = train(4), train(1)
-    assert along < 1.0 < 4.0 < alone, (along, alone)
+    assert learnt(draw, 4, k=3) < 1.0 < 4.0 < learnt(draw, 1, k=3)
 
 
 def test_a_folder_keeps_the_copier(tmp_path: Path):

@@ -481,20 +481,24 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         """
         if not self.config.copies or tokens.is_floating_point():
             return {}
-        shares = torch.ones(tokens.shape, device=tokens.device)
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        places, shares = self.reach(selections, entered.document_mask)
+        places = places[:, : layout.n]
+        return {
+            "memory_tokens": tokens.gather(1, places.flatten(1)).unflatten(1, places.shape[1:]),
+            "memory_shares": shares[:, : layout.n].masked_fill(~layout.document_mask, 0),
+        }
+
+    def reach(self, selections: Sequence[Selection], mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Say which of the tokens [b n], real ones first, can be copied from each slot [b k w], and its share [b k]."""
+        shares = torch.ones(mask.shape, device=mask.device)
+        places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         for selection in () if self.spreads else selections:
             winners = selection.winners.clamp(min=0)  # [b k]
             shares = shares.gather(1, winners) * selection.weights.gather(1, winners)
             places = places.gather(1, winners)
-        places = places[:, : layout.n].unsqueeze(2)
-        behind = places + torch.arange(self.config.copies, device=tokens.device)  # [b k w]
-        inside = behind < entered.document_mask.sum(1)[:, None, None]
-        copied = torch.where(inside, behind, places)
-        return {
-            "memory_tokens": tokens.gather(1, copied.flatten(1)).unflatten(1, copied.shape[1:]),
-            "memory_shares": shares[:, : layout.n].masked_fill(~layout.document_mask, 0),
-        }
+        places = places.unsqueeze(2)
+        behind = places + torch.arange(self.config.copies, device=mask.device)  # [b k w]
+        return torch.where(behind < mask.sum(1)[:, None, None], behind, places), shares
 
     def _account(
         self, source: Tensor, mask: Tensor | None, longest: int, selections: list[Selection]

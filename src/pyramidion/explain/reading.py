@@ -103,7 +103,7 @@ def _look(summarizer: Summarizer, text: str, summary: Summary, watch: _Watch, ti
     with torch.inference_mode():
         kept = model.model.encoder(watch.read, watch.mask, output_selections=True, return_dict=True)
         layers, states = _decode(model, kept, written[:, :-1])
-        copies = None if model.copier is None else _copies(model, kept, states, written[:, 1:])
+        copies = None if model.copier is None else _copies(model, kept, watch.mask, states, written[:, 1:])
     return Explanation(
         title=SURROGATE.sub("\ufffd", _beginning(text) if title is None else title),
         model=model_name(model),
@@ -200,21 +200,19 @@ def _decode(model: Any, kept: Any, read: Tensor) -> tuple[np.ndarray, Tensor]:
     return torch.stack(layers).cpu().numpy(), looked.last_hidden_state
 
 
-def _copies(model: Any, kept: Any, states: Tensor, written: Tensor) -> Copies:
-    """Say what part of the probability of each written token [1 t] came of copying it, and from where."""
+def _copies(model: Any, kept: Any, read: Tensor, states: Tensor, written: Tensor) -> Copies:
+    """Say what part of the probability of each written token [1 t] came of copying it, and from where.
+
+    read  [1 n] the mask of the source
+    """
     slots, steps = model.copier(states, kept.last_hidden_state, kept.memory_shares)  # [1 t k], [1 t w]
     whole = model.copier.mix(model.lm_head(states), slots, steps, kept.memory_tokens)  # [1 t v] logarithms
-    k, n = int(kept.selection.mask[0].sum()), kept.selection.slots.shape[1]
+    k = int(kept.selection.mask[0].sum())
     each = slots[0, :, :k, None] * steps[0, :, None]  # [t k w]
     same = kept.memory_tokens[0, :k] == written[0, :, None, None]
     shares = torch.where(same, each, 0) / whole[0].gather(1, written[0, :, None])[:, :, None].exp()
-    places = torch.arange(n, device=written.device)[None]
-    for selection in () if model.model.encoder.spreads else kept.selections:
-        places = places.gather(1, selection.winners.clamp(min=0))
-    winners = places[0, :k, None]
-    behind = winners + torch.arange(steps.shape[-1], device=written.device)  # [k w]
-    origins = torch.where(behind < n, behind, winners)
-    return Copies(origins.flatten().cpu().numpy(), shares.flatten(1).double().cpu().numpy())
+    origins, _ = model.model.encoder.reach(kept.selections, read != 0)  # [1 k w]
+    return Copies(origins[0, :k].flatten().cpu().numpy(), shares.flatten(1).double().cpu().numpy())
 
 
 def _stages(model: Any, selections: Sequence[Selection], memory: Selection, n: int) -> tuple[Stage, ...]:
