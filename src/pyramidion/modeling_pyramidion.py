@@ -46,6 +46,7 @@ from pyramidion.attention import (
     SelfAttention,
 )
 from pyramidion.attention.heads import eager, received
+from pyramidion.attention.layout import shapes_decide
 from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
 from pyramidion.kernels.functions import activate, add, add_and_norm, add_norm, multiply, norm, stream, unwatched
 from pyramidion.kernels.loss import linear_cross_entropy
@@ -448,7 +449,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
 
     def _enter(self, source: Tensor, mask: Tensor | None) -> tuple[Tensor, Layout]:
         """Bring the real tokens of each document to the front, and lay them out in blocks."""
-        if torch.compiler.is_compiling():
+        if shapes_decide():
             return _sorted(source, mask, self.config.packing)
         front, lengths = _real_first(source, mask)
         return front, Layout(lengths, self.config.packing, source.device)

@@ -1,6 +1,8 @@
 """Documents as blocks: the batch that encoder layers compute, without blocks that hold only padding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -8,6 +10,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_FIXED: ContextVar[bool] = ContextVar("fixed", default=False)
+
+
+@contextmanager
+def counted_on_device() -> Iterator[None]:
+    """Lay documents out by a `PaddedLayout` meanwhile: what is computed then depends on shapes, and not on lengths."""
+    before = _FIXED.set(True)
+    try:
+        yield
+    finally:
+        _FIXED.reset(before)
+
+
+def shapes_decide() -> bool:
+    """Tell whether what is computed may depend on shapes alone: in a compiled graph, or in one that is recorded."""
+    return torch.compiler.is_compiling() or _FIXED.get()
 
 
 def kept(compute: Callable[[Any], Tensor]) -> Any:
@@ -170,8 +189,8 @@ class Part:
 class PaddedLayout(Layout):
     """Cut documents into blocks where only the device knows their lengths: no block is left out.
 
-    A compiled graph cannot depend on numbers that change with every batch. So every document has as many blocks as the
-    longest one, and a graph serves all batches; documents of like length in a batch make up for it.
+    A compiled or recorded graph cannot depend on numbers that change with every batch. So every document has as many
+    blocks as the longest one, and a graph serves all batches; documents of like length in a batch make up for it.
 
     counts  [b]  tokens of each document
     n       the most that a document may have

@@ -18,11 +18,13 @@ from pyramidion.bench.report import Column
 from pyramidion.bench.rows import Row, Sheet, Skipped, Tell
 from pyramidion.generation import engine
 from pyramidion.kernels.launching import choose_device
+from pyramidion.training.capture import CapturedStep
 
 TITLE = "Models beside their peers"
 MEASURES = {"train": "training step", "encode": "encoding", "greedy": "greedy", "beam": "beam 2"}
 BEAMS = {"greedy": 1, "beam": 2}
 CACHES = ("dynamic", "static")  # of transformers' `generate`; with the static one it compiles what can be compiled
+COMPILED, CAPTURED = "compiled", "captured"
 FIRST_TOKEN = 3  # below are padding, start and end, in every model
 MODELS = (
     Column("model", "model"),
@@ -113,7 +115,6 @@ def measure_case(case: Row, settings: Settings) -> Row:
     bench = Bench(candidate, case["n"], case["batch"], settings.device, settings.dtype, settings.repeats)
     bench = bench.within(settings.budget, settings.seed)
     usable, _ = peers.attentions(candidate)
-    compiled = (False, True) if settings.compile else (False,)
     ways: dict[str, Callable[[], Row]] = {}
     for attention in usable:
         if case["measure"] in BEAMS:
@@ -122,11 +123,22 @@ def measure_case(case: Row, settings: Settings) -> Row:
                 work = partial(bench.write, attention, case["tokens"], BEAMS[case["measure"]], writer)
                 ways[f"{attention}, {writer}"] = work
             continue
-        for whether in compiled:
-            name = f"{attention}, compiled" if whether else attention
-            train = partial(bench.train, attention, case["tokens"], compiled=whether)
-            ways[name] = train if case["measure"] == "train" else partial(bench.encode, attention, compiled=whether)
+        for how in manners(settings.device, compiled=settings.compile):
+            if case["measure"] == "train":
+                ways[named(attention, how)] = partial(bench.train, attention, case["tokens"], how=how)
+            elif how != CAPTURED:
+                ways[named(attention, how)] = partial(bench.encode, attention, compiled=how == COMPILED)
     return rows.best_of(ways, settings.device)
+
+
+def manners(device: str, *, compiled: bool = False) -> tuple[str, ...]:
+    """List how a step may be done: as it stands, compiled if that is asked for, on a GPU recorded and replayed too."""
+    return ("", *((COMPILED,) if compiled else ()), *((CAPTURED,) if device == "cuda" else ()))
+
+
+def named(attention: str, how: str) -> str:
+    """Name a way of doing something."""
+    return f"{attention}, {how}" if how else attention
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -152,16 +164,16 @@ class Bench:
         """Give the same with another budget and seed."""
         return Bench(**{**self.__dict__, "budget": budget, "seed": seed})
 
-    def train(self, attention: str, target: int, *, compiled: bool = False) -> Row:
-        """Time forward, backward and the step of the optimizer."""
+    def train(self, attention: str, target: int, *, how: str = "") -> Row:
+        """Time forward, backward and the step of the optimizer, done in one of the `manners`."""
         model = self.candidate.build(self.device, attention, seed=self.seed).train()
         if self.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         ids, labels = self._tokens(self.n), self._tokens(target)
-        step = training_step(model, optimizer, ids, labels, rows.DTYPES[self.dtype], compiled=compiled)
+        step = training_step(model, optimizer, ids, labels, rows.DTYPES[self.dtype], how=how)
         held = 3 * peers.module_bytes(model)  # weights, and two moments of each
-        return self._clock(step, held, patient=compiled)
+        return self._clock(step, held, patient=how == COMPILED, warmup=int(how == CAPTURED))
 
     def encode(self, attention: str, *, compiled: bool = False) -> Row:
         """Time the encoder alone, without a graph."""
@@ -184,23 +196,29 @@ class Bench:
         words = self.candidate.config.vocab_size
         return torch.randint(FIRST_TOKEN, words, (self.batch, count), generator=generator).to(self.device)
 
-    def _clock(self, fn: Callable[[], object], held: int, *, patient: bool = False) -> Row:
+    def _clock(self, fn: Callable[[], object], held: int, **options: Any) -> Row:
         torch.manual_seed(self.seed)
-        options: dict[str, Any] = {"repeats": self.repeats, "held": held, "patient": patient}
-        return rows.clock(fn, device=self.device, budget=self.budget, **options)
+        return rows.clock(fn, device=self.device, budget=self.budget, repeats=self.repeats, held=held, **options)
 
 
 def training_step(
-    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor, dtype: torch.dtype, *, compiled: bool
+    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor, dtype: torch.dtype, *, how: str = ""
 ) -> Callable[[], None]:
     """Return one step: forward under autocast, backward, and the optimizer. Documents are full, so no mask is given."""
-    forward = torch.compile(model) if compiled else model
+    forward = torch.compile(model) if how == COMPILED else model
+    batch = {"input_ids": ids, "labels": labels}
+
+    def learn(inputs: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
+            loss: Tensor = forward(**inputs, use_cache=False).loss
+        loss.backward()
+        return loss
+
+    do = CapturedStep(learn, model.parameters()) if how == CAPTURED else learn
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32):
-            loss = forward(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
+        do(batch)
         optimizer.step()
 
     return step

@@ -138,13 +138,20 @@ def alive(device: str) -> bool:
 
 
 def clock(
-    fn: Callable[[], object], *, device: str, repeats: int, budget: float, held: int = 0, patient: bool = False
+    fn: Callable[[], object],
+    *,
+    device: str,
+    repeats: int,
+    budget: float,
+    held: int = 0,
+    patient: bool = False,
+    warmup: int = 0,
 ) -> Row:
     """Warm up, refuse what is over `budget`, then give times in milliseconds and the peak of memory in GiB.
 
     The first call may compile and load, so over budget a second one decides, unless on a CPU, where the first was
     hopeless, if it is not `patient` because it compiles. `held` are the bytes of weights and optimizer, where the
-    device does not count them itself.
+    device does not count them itself; `warmup` are further calls that are not timed.
     """
     gpu = torch.device(device).type == "cuda"
     seconds, peak = _watched(fn, device)
@@ -155,7 +162,7 @@ def clock(
     if seconds > budget:
         raise Skipped(_over(seconds, budget))
     calls = repeats if seconds < SLOW / 4 else min(repeats, 3 if seconds < SLOW else 2)
-    timing = measure.timeit(fn, device=device, repeats=calls, warmup=0)
+    timing = measure.timeit(fn, device=device, repeats=calls, warmup=warmup)
     if peak is None:
         peak = held + measure.peak_extra_memory(fn, device=device)
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyramidion.bench import peers, report, rows
-from pyramidion.bench.models import Bench
+from pyramidion.bench.models import Bench, manners, named
 from pyramidion.bench.peers import Candidate
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import OUT_OF_MEMORY, Row, Sheet, Tell
@@ -163,23 +163,19 @@ def measure_case(case: Row, settings: Settings) -> Row:
     facts: Row = {"n": config.entering[0], "parameters": candidate.parameters()[0]}
     with rows.precision(case["dtype"]):
         if case["what"] == "train":
-            return facts | train_scaled(bench, case["tokens"], (False, True) if settings.compile else (False,))
+            return facts | train_scaled(bench, case["tokens"], manners(settings.device, compiled=settings.compile))
         usable, _ = peers.attentions(candidate)
         ways = {f"{way}, engine": partial(bench.write, way, case["tokens"], 1, "engine") for way in usable}
         return facts | rows.best_of(ways, settings.device)
 
 
-def train_scaled(bench: Bench, target: int, compiled: Sequence[bool]) -> Row:
+def train_scaled(bench: Bench, target: int, hows: Sequence[str]) -> Row:
     """Train on the batch, or on the largest power of two that fits, scaled to the batch and marked so."""
     size = bench.batch
     while True:
         smaller = replace(bench, batch=size)
         usable, _ = peers.attentions(bench.candidate)
-        ways = {
-            f"{way}, compiled" if whether else way: partial(smaller.train, way, target, compiled=whether)
-            for way in usable
-            for whether in compiled
-        }
+        ways = {named(way, how): partial(smaller.train, way, target, how=how) for way in usable for how in hows}
         row = rows.best_of(ways, bench.device)
         if row.get("skipped") != OUT_OF_MEMORY or size == 1:
             break

@@ -48,6 +48,9 @@ class Recipe:
     generation              options of `generate` in validations, over the paper's
     save_every, keep        steps between checkpoints, and how many stay
     on_nan                  `stop` when loss or gradients are not finite, or `skip` that step
+    compile                 trace the model into one graph for all lengths
+    capture                 on one GPU, record a step of each shape and replay it: small models are otherwise bound by
+                            the host, which starts thousands of kernels a step
     """
 
     preset: str = "deep-pyramidion"
@@ -85,6 +88,7 @@ class Recipe:
     on_nan: str = "stop"
     bf16: bool = False
     compile: bool = False
+    capture: bool = False
     gradient_checkpointing: bool = False
     fsdp: bool = False
     tensorboard: bool = False
@@ -106,6 +110,9 @@ class Recipe:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError("`optimizer` must be adamw with `fsdp`, got 'muon': it needs whole matrices, not shards.")
+        for name in ("compile", "gradient_checkpointing", "fsdp"):
+            if self.capture and getattr(self, name):
+                raise ValueError(f"`capture` must be off with `{name}`, got both: a recorded step cannot hold it.")
         self._check_objective()
         find(self.preset)
 

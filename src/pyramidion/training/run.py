@@ -22,7 +22,7 @@ from pyramidion.training.validation import Progress, validation
 
 FINISHED = "finished.json"
 RUN = "run.json"
-FREE = {"log_every", "keep", "device", "compile", "tensorboard", "gradient_checkpointing"}  # may change when resumed
+FREE = {"log_every", "keep", "device", "tensorboard", "compile", "capture", "gradient_checkpointing"}  # may change
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,9 @@ def train(
         objective = _objective(recipe, store, model.config)
         _same_run(recipe, store, output, world)  # only now: what is refused leaves nothing behind
         tell(f"{world} process{'es' if world > 1 else ''}, each {parts} × {at_once} documents a step. {objective}")
+        if recipe.capture and (device.type == "cpu" or world > 1):
+            where = f"{world} process{'es' if world > 1 else ''} on {device.type}"
+            tell(f"Steps are not recorded: `capture` is for one process on a GPU, got {where}.")
         score = validation(recipe, store, output, progress, objective)
         trainer = PyramidionTrainer(model, recipe, store, output, objective, score, bell, **shown)
         assert trainer.args.world_size == world, f"{world} processes were started, {trainer.args.world_size} take part."

@@ -24,12 +24,15 @@ from pyramidion.data import Collator, Exercises, LengthGroupedBatches, TokenStor
 from pyramidion.data.objectives import Objective
 from pyramidion.kernels.launching import choose_device
 from pyramidion.training.account import Account
+from pyramidion.training.capture import CapturedStep
 from pyramidion.training.checkpoint import MANIFEST, STAGING, Checkpoints, discard, seal, stage, verify
 from pyramidion.training.muon import Muon, split
 from pyramidion.training.recipe import Recipe
 
 PROGRESS = "progress.json"
+COUNT = "num_items_in_batch"
 LOWER_IS_BETTER = {"loss"}
+WHOLE_TARGET = 128  # where steps are recorded, targets are filled up to a multiple of it: few shapes, little padding
 LOADERS = {"cuda": 2}  # processes that lay out the next batches while a device computes; a CPU has other things to do
 
 Scoring = Callable[[nn.Module], dict[str, float]]
@@ -118,6 +121,9 @@ class PyramidionTrainer(Trainer):
         self.resumed: Path | None = None  # the checkpoint that training starts from
         self.loader: EpochLoader | None = None
         self.stopped_by_signal = False
+        alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+        self.recorded = recipe.capture and alone and choose_device(recipe.device).type == "cuda"
+        self.captured: CapturedStep | None = None
         config: Any = model.config
         source = recipe.max_source or config.entering[0]
         collator = Collator(
@@ -125,7 +131,9 @@ class PyramidionTrainer(Trainer):
             eos=config.eos_token_id,
             max_source=source,
             max_target=recipe.max_target,
-            whole=config.packing if recipe.compile else 1,  # one graph for all numbers of whole blocks
+            whole=config.packing if recipe.compile or self.recorded else 1,  # a graph for all numbers of whole blocks
+            whole_target=WHOLE_TARGET if self.recorded else 1,
+            lean=self.recorded,
         )
         if recipe.compile:
             model.compile(dynamic=True, fullgraph=True)
@@ -179,6 +187,16 @@ class PyramidionTrainer(Trainer):
         if self.recipe.label_smoothing:
             inputs = {**inputs, "label_smoothing": self.recipe.label_smoothing}
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Do forward and backward as the Trainer does, or replay what it did for a batch of the same shape."""
+        step = super().training_step
+        if not self.recorded:
+            found: Tensor = step(model, inputs, num_items_in_batch)
+            return found
+        if self.captured is None:
+            self.captured = CapturedStep(lambda given: step(model, given, given.pop(COUNT)), model.parameters())
+        return self.captured({**self._prepare_inputs(inputs), COUNT: num_items_in_batch})
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer that the recipe names."""
