@@ -328,6 +328,24 @@ class TestTable:
                 other.setattr(measure, "machine", lambda device, machine=machine: machine)
                 assert sheet_of(table, settings, tmp_path).taken == 0
 
+    def test_rows_of_an_older_commit_are_taken_if_asked_and_say_so(self, tmp_path, known_commit, no_clock, monkeypatch):
+        settings = quick(table, presets=table.DEEP, parts=("depth",), depths=(2,))
+        table.run(settings, sheet_of(table, settings, tmp_path))
+        before = measure.machine("cpu")["commit"]
+        machine = {**measure.machine("cpu"), "commit": "0123456789abcdef"}
+        monkeypatch.setattr(measure, "machine", lambda device: machine)
+        more = quick(table, presets=table.DEEP, parts=("depth",), depths=(2, 4))
+        second = sheet_of(table, more, tmp_path, older=True)
+        assert second.taken == 3
+        table.run(more, second)
+        assert [row["commit"] for row in second.rows] == [before] * 3 + ["0123456789abcdef"] * 3
+        page = rows.publish(table, second.document, tmp_path, second.stem)[0].read_text()
+        assert f"more than one commit: 3 at {before[:10]}, 3 at 0123456789." in page
+        assert sheet_of(table, more, tmp_path).taken == 6  # all in one file now
+        for key, value in (("torch", "9"), ("device", "CPU, 99 cores"), ("commit", "unknown")):
+            monkeypatch.setattr(measure, "machine", lambda device, changed={key: value}: {**machine, **changed})
+            assert sheet_of(table, more, tmp_path, older=True).taken == 0
+
     def test_an_unknown_commit_is_not_the_same_as_another(self, tmp_path, no_clock, monkeypatch):
         machine = {**measure.machine("cpu"), "commit": "unknown", "dirty": None}
         monkeypatch.setattr(measure, "machine", lambda device: machine)
@@ -352,11 +370,11 @@ class TestTable:
             return measured(self.batch * 2.0)
 
         monkeypatch.setattr(models.Bench, "train", train)
-        row = table.train_scaled(bench_of("tiny-full", batch=64), 8, (False,))
+        row = table.train_scaled(bench_of("tiny-full", batch=64), 8, ("",))
         assert (row["ms"], row["lower_ms"], row["measured_batch"], row["scaled"]) == (128.0, 128.0, 16, 4)
         assert table._seconds(row) == "0.128 (batch 16)"
-        assert table.train_scaled(bench_of("tiny-full", batch=48), 8, (False,))["measured_batch"] == 16
-        assert "scaled" not in table.train_scaled(bench_of("tiny-full", batch=8), 8, (False,))
+        assert table.train_scaled(bench_of("tiny-full", batch=48), 8, ("",))["measured_batch"] == 16
+        assert "scaled" not in table.train_scaled(bench_of("tiny-full", batch=8), 8, ("",))
 
     def test_speedups_and_the_papers_columns(self):
         def row(preset, what, ms, tokens=512):

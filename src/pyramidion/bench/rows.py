@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -26,7 +27,8 @@ Tell = Callable[[int, int, str], None]
 OUT_OF_MEMORY = "out of memory"
 OVER_BUDGET = "one call took"
 SLOW = 2.0  # seconds from which on a call is repeated least
-SAME = ("device", "torch", "triton", "transformers", "commit", "dirty")  # of the machine, for rows to be taken over
+OF_COMMIT = ("commit", "dirty")
+SAME = ("device", "torch", "triton", "transformers", *OF_COMMIT)  # of the machine, for rows to be taken over
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 OURS, OTHERS = report.PALETTE[0], "0.62"
 
@@ -214,17 +216,26 @@ class Sheet:
     """The rows of a run, on disk after each one.
 
     Rows of an earlier run of the same name, machine, versions and commit are taken over, not measured again; where the
-    commit cannot be known, none are. `limit` is the seconds after which no further row is begun.
+    commit cannot be known, none are. With `older` those of other commits are too, and each row says its own; with
+    `fresh` none are. `limit` is the seconds after which no further row is begun.
     """
 
     def __init__(
-        self, folder: Path, name: str, benchmark: str, settings: Mapping[str, Any], *, fresh: bool = False
+        self,
+        folder: Path,
+        name: str,
+        benchmark: str,
+        settings: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        older: bool = False,
     ) -> None:
         self.machine = measure.machine(settings["device"])
         self.folder, self.stem = folder, report.result_stem(name, self.machine)
         self.benchmark, self.settings = benchmark, dict(settings)
         self.facts: Row = {}
-        self.rows: list[Row] = [] if fresh else self._earlier(report.slug(name))
+        same = [key for key in SAME if not (older and key in OF_COMMIT)]
+        self.rows: list[Row] = [] if fresh else self._earlier(report.slug(name), same)
         self.taken, self.left, self.stopped = len(self.rows), 0, ""
         self._began = perf_counter()
 
@@ -263,7 +274,7 @@ class Sheet:
                 break
             began = perf_counter()
             row = case | attempt(lambda case=case: work(case))  # type: ignore[misc]
-            self.rows.append(row | {"seconds": round(perf_counter() - began, 2)})
+            self.rows.append(row | {"seconds": round(perf_counter() - began, 2), "commit": self.machine["commit"]})
             free(self.settings["device"])
             self.save()
             if not alive(self.settings["device"]):
@@ -288,14 +299,14 @@ class Sheet:
             self.stopped = f"the limit of {limit:g} s was reached: run again to go on"
         return bool(self.stopped)
 
-    def _earlier(self, name: str) -> list[Row]:
-        """Read the rows of the latest run that was on the same machine and commit."""
+    def _earlier(self, name: str, same: Sequence[str]) -> list[Row]:
+        """Read the rows of the latest run that agrees in what must be the same."""
         pattern = f"{name}_{report.slug(self.machine['device'])}_????-??-??.json"
         for path in sorted(self.folder.glob(pattern), reverse=True):
             found = json.loads(path.read_text())
-            same = all(found["machine"].get(key) == self.machine[key] for key in SAME)
-            if same and self.machine["commit"] != "unknown" and found.get("benchmark") == self.benchmark:
-                return list(found["rows"])
+            like = all(found["machine"].get(key) == self.machine[key] for key in same)
+            if like and self.machine["commit"] != "unknown" and found.get("benchmark") == self.benchmark:
+                return [{"commit": found["machine"]["commit"], **row} for row in found["rows"]]
         return []
 
 
@@ -313,6 +324,10 @@ def publish(page: Page, document: Mapping[str, Any], folder: Path, stem: str) ->
     shown = "\n".join(f"![{path.stem.rpartition('_')[2]}]({path.name})" for path in drawn)
     note = f"Figures are not drawn, matplotlib is missing: `pyramidion bench draw {stem}.json` draws them."
     parts.insert(1, shown if can_draw() else note)
+    commits = Counter(row.get("commit", document["machine"]["commit"]) for row in document["rows"])
+    if len(commits) > 1:
+        told = ", ".join(f"{count} at {commit[:10]}" for commit, count in commits.most_common())
+        parts.append(f"## Commits\n\nRows were measured at more than one commit: {told}. The JSON says which.")
     if document.get("told"):
         parts.append("## What the library warned of\n\n" + "\n".join(f"- {line}" for line in document["told"]))
     sections = [part for part in parts if part]

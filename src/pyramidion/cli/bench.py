@@ -24,6 +24,7 @@ Output = Annotated[Path, typer.Option(help="Folder to write to.")]
 Name = Annotated[str | None, typer.Option(help="What the result files are called, before hardware and date.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, two repeats: to see it work.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what an earlier run has measured.")]
+Older = Annotated[bool, typer.Option("--older", help="Take over rows of other commits too; each says its own.")]
 Caches = Annotated[str | None, typer.Option(help="Of transformers, to try: dynamic, static. [both]")]
 Compile = Annotated[bool, typer.Option("--compile", help="Try torch.compile as well; the better counts.")]
 RESULTS = Path("benchmarks/results")
@@ -174,6 +175,7 @@ def models(
     name: Name = None,
     quick: Quick = False,
     fresh: Fresh = False,
+    older: Older = False,
 ) -> None:
     """Compare our models with their peers in transformers: training step, encoding, writing, memory.
 
@@ -186,7 +188,7 @@ def models(
     given |= {"caches": _split(caches)}
     given |= {"lengths": _numbers("lengths", lengths), "batches": _numbers("batches", batches), "target": target}
     given |= {"tokens": tokens, "dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
-    _measure("models", given, device, output, name, quick, fresh)
+    _measure("models", given, device, output, name, quick, fresh=fresh, older=older)
 
 
 @bench.command()
@@ -207,6 +209,7 @@ def table(
     name: Name = None,
     quick: Quick = False,
     fresh: Fresh = False,
+    older: Older = False,
 ) -> None:
     """Measure every row of the paper's timing tables, and compute its speed-ups again.
 
@@ -218,7 +221,7 @@ def table(
     given |= {"dtypes": _split(dtypes), "depths": _numbers("depths", depths), "tokens": _numbers("tokens", tokens)}
     given |= {"train_batch": train_batch, "write_batch": write_batch}
     given |= {"repeats": repeats, "budget": budget, "limit": limit}
-    _measure("table", given, device, output, name, quick, fresh)
+    _measure("table", given, device, output, name, quick, fresh=fresh, older=older)
 
 
 @bench.command()
@@ -238,6 +241,7 @@ def length(
     name: Name = None,
     quick: Quick = False,
     fresh: Fresh = False,
+    older: Older = False,
 ) -> None:
     """Measure a training step against the length of a document, up to the longest that fits.
 
@@ -248,7 +252,7 @@ def length(
     given: dict[str, Any] = {"forms": _split(models), "shortest": shortest, "most": most, "target": target}
     given |= {"recompute": recompute, "longest": longest, "dtype": dtype}
     given |= {"repeats": repeats, "budget": budget, "limit": limit}
-    _measure("length", given, device, output, name, quick, fresh)
+    _measure("length", given, device, output, name, quick, fresh=fresh, older=older)
 
 
 @bench.command()
@@ -269,6 +273,7 @@ def generate(
     name: Name = None,
     quick: Quick = False,
     fresh: Fresh = False,
+    older: Older = False,
 ) -> None:
     """Measure writing, with encoding and without, and how near to the limit of the memory's bandwidth it is.
 
@@ -280,7 +285,7 @@ def generate(
     given |= {"caches": _split(caches)}
     given |= {"batches": _numbers("batches", batches), "beams": _numbers("beams", beams), "dtype": dtype}
     given |= {"repeats": repeats, "budget": budget, "limit": limit}
-    _measure("generate", given, device, output, name, quick, fresh)
+    _measure("generate", given, device, output, name, quick, fresh=fresh, older=older)
 
 
 @bench.command()
@@ -324,7 +329,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _measure(
-    benchmark: str, given: dict[str, Any], device: str, output: Path, name: str | None, quick: bool, fresh: bool
+    benchmark: str, given: dict[str, Any], device: str, output: Path, name: str | None, quick: bool, **taken: bool
 ) -> None:
     """Run a benchmark of whole models, row by row, and write what it found."""
     if output.exists() and not output.is_dir():
@@ -339,7 +344,7 @@ def _measure(
     except ValueError as error:
         refuse(str(error))
     called = name or (f"{benchmark}-quick" if quick else benchmark)
-    sheet = Sheet(output, called, benchmark, settings_dict(settings), fresh=fresh)
+    sheet = Sheet(output, called, benchmark, settings_dict(settings), **taken)
     watch(lambda tell: page.run(settings, sheet, tell))
     written = publish(page, sheet.document, output, sheet.stem)
     typer.echo(written[0].read_text())
