@@ -30,6 +30,7 @@ from pyramidion.evaluation.run import fingerprint
 from pyramidion.generation import Summarizer, engine, loop, step, summarizer
 from pyramidion.modeling_pyramidion import (
     PyramidionEncoderModel,
+    PyramidionEncoderOutput,
     PyramidionForConditionalGeneration,
     PyramidionForSequenceClassification,
     PyramidionModel,
@@ -699,7 +700,7 @@ def decoder_of(model: Any, rows: int) -> step.Decoder:
     """Make a decoder for so many texts, ready to write."""
     search = step.Search(loop.Rules(1, 9, 0), rows, model.config.vocab_size, torch.device("cpu"))
     decoder = step.Decoder(model, search, 5)
-    decoder.read(model, torch.randn(rows, 5, model.config.hidden_size), None)
+    decoder.read(model, PyramidionEncoderOutput(torch.randn(rows, 5, model.config.hidden_size)))
     return decoder
 
 
@@ -726,7 +727,7 @@ def test_the_table_of_a_compact_model_stays_bytes_until_it_is_trained(small: Pat
     for compacted in (True, False, False):
         with torch.inference_mode():
             decoder.refresh(model)
-            decoder.read(model, x[:, None], None)
+            decoder.read(model, PyramidionEncoderOutput(x[:, None]))
             assert isinstance(decoder.project, ByteMatrix) == compacted
             torch.testing.assert_close(decoder.project(x), F.linear(x, model.lm_head.weight), rtol=1e-3, atol=1e-3)
         with torch.no_grad():

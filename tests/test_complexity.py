@@ -335,13 +335,13 @@ def test_kept_bytes_with_other_settings(changes: dict[str, Any]):
     assert counted == pytest.approx(kept_by_torch(config, 512, 37), rel=0.02)
 
 
-@pytest.mark.parametrize("copies", [1, 5])
-def test_copying_keeps_what_is_counted(copies: int):
+@pytest.mark.parametrize("changes", [{"copies": 1}, {"copies": 5}, {"copies": 1, "copy_length": 128}], ids=str)
+def test_copying_keeps_what_is_counted(changes: dict[str, int]):
     """By itself: beside all else it would be lost in what may be off."""
-    configs = [shrunk("row-22", attn_implementation="sdpa", attention_dropout=0.0, copies=one) for one in (0, copies)]
+    configs = [shrunk("row-22", attn_implementation="sdpa", attention_dropout=0.0, **one) for one in ({}, changes)]
     before, after = (kept_by_torch(config, 512, 37) for config in configs)
-    counted = count(configs[1], target=37, batch=2, bytes=4, device="cpu").of("copying").bytes
-    assert counted == pytest.approx(after - before, rel=0.02)
+    counted = count(configs[1], target=37, batch=2, bytes=4, device="cpu")
+    assert counted.of("copying", "keys to copy by").bytes == pytest.approx(after - before, rel=0.02)
 
 
 @pytest.mark.gpu

@@ -37,6 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "along hard": {"copies": 4, "pooling": "hard"},
     "along all": {"copies": 2, "encoder_lengths": [40, 40]},
     "along funnel": {"copies": 2, "pooling": "funnel"},
+    "before": {"copy_length": 17},
+    "before all": {"copy_length": 40},
+    "before along": {"copy_length": 17, "copies": 3, "pooling": "straight-through"},
 }
 LENGTHS = [33, 5, 17, 1]
 
@@ -83,22 +86,24 @@ def test_what_can_be_copied_is_what_won(kind: str):
     tokens, mask = make_documents(LENGTHS)
     with torch.no_grad():
         kept = model.get_encoder()(tokens, mask, output_selections=True)
-    w = model.config.copies
-    assert kept.memory_tokens.shape == (*kept.last_hidden_state.shape[:2], w)
-    assert kept.memory_shares.shape == kept.last_hidden_state.shape[:2]
+    w, stage = model.config.copies, model.config.copy_stage
+    left = {None: kept.last_hidden_state.shape[1], 0: 33, 1: 17}[stage]  # the longest document has 33 tokens
+    assert kept.copy_states.shape == (4, left, 24)
+    assert kept.copy_tokens.shape == (4, left, w)
+    assert kept.copy_shares.shape == (4, left)
     for i, length in enumerate(LENGTHS):
-        k = kept.memory_tokens.shape[1]
+        k = kept.copy_tokens.shape[1]
         for slot in range(k):
             place, share = slot, 1.0
-            layers = () if "funnel" in kind else reversed(kept.selections)
+            layers = () if "funnel" in kind else reversed(kept.selections[:stage])
             for selection in layers:
                 place = int(selection.winners[i, place]) if place < selection.winners.shape[1] and place >= 0 else -1
                 share *= float(selection.weights[i, place]) if place >= 0 else 0.0
             real = 0 <= place < length
-            assert float(kept.memory_shares[i, slot]) == pytest.approx(share if real else 0.0, abs=1e-6)
+            assert float(kept.copy_shares[i, slot]) == pytest.approx(share if real else 0.0, abs=1e-6)
             if real:
                 follow = [tokens[i, place + step if place + step < length else place] for step in range(w)]
-                assert kept.memory_tokens[i, slot].tolist() == follow
+                assert kept.copy_tokens[i, slot].tolist() == follow
 
 
 def test_a_certain_copy_is_written():
@@ -110,8 +115,8 @@ def test_a_certain_copy_is_written():
     logits = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=torch.tensor([[1, 50, 60]])).logits
     kept = model.get_encoder()(tokens, mask)
     likely = torch.zeros(97, dtype=torch.bool)
-    likely[kept.memory_tokens[0, :, 0]] = True
-    held = float(kept.memory_shares.detach().min())
+    likely[kept.copy_tokens[0, :, 0]] = True
+    held = float(kept.copy_shares.detach().min())
     assert float(logits.detach().exp()[..., likely].sum(-1).min()) >= held > 0
 
 
@@ -143,8 +148,9 @@ def kept_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kept_buffers")
-def test_nothing_is_left_of_the_batch_before():
-    model = make()
+@pytest.mark.parametrize("kind", ["soft", "before"])
+def test_nothing_is_left_of_the_batch_before(kind: str):
+    model = make(**KINDS[kind])
     search = GenerationConfig(max_new_tokens=6, pad_token_id=0, eos_token_id=2, decoder_start_token_id=1)
     for lengths in (LENGTHS, [3, 2, 1], [40, 40, 40, 40], [2, 1, 1]):
         tokens, mask = make_documents(lengths, seed=len(lengths))
@@ -172,8 +178,8 @@ def test_what_is_copied_teaches_the_scorer():
     tokens, mask = make_documents([33, 30])
     kept = model.get_encoder()(tokens, mask)
     assert model.copier is not None
-    copied = model.copier(torch.randn(2, 1, 24), kept.last_hidden_state.detach(), kept.memory_shares)
-    found = model.copier.of_labels(*copied, kept.memory_tokens, kept.memory_tokens[:, :1, 0])[1]
+    copied = model.copier(torch.randn(2, 1, 24), kept.copy_states.detach(), kept.copy_shares)
+    found = model.copier.of_labels(*copied, kept.copy_tokens, kept.copy_tokens[:, :1, 0])[1]
     scorers = [p for name, p in model.named_parameters() if "scorer.linear.weight" in name]
     assert all(bool((grad != 0).any()) > 0 for grad in torch.autograd.grad(-found.sum(), scorers))
 
@@ -227,20 +233,26 @@ def test_a_folder_keeps_the_copier(tmp_path: Path):
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("copies", [1, 2, 7])
-def test_parameters_are_counted(copies: int):
-    model = make(copies=copies)
+@pytest.mark.parametrize("kind", ["soft", "along", "none", "before", "before along"])
+def test_parameters_are_counted(kind: str):
+    model = make(**KINDS[kind])
     assert parameters(model.config) == sum(weight.numel() for weight in model.parameters())
 
 
 def test_what_cannot_be_copied_is_refused():
     with pytest.raises(ValueError, match="`copies` must be at least 0, got -1"):
         PyramidionConfig(copies=-1)
+    for wrong in ({"copy_length": 6}, {"copy_length": 18}, {"copy_length": 17, "encoder_lengths": [40, 6]}):
+        with pytest.raises(ValueError, match=f"`copy_length` must be None or 40.*, got {wrong['copy_length']}"):
+            PyramidionConfig(**{**SIZES, **wrong})
+    for wrong in ({"copies": 0}, {"pooling": "funnel"}, {"encoder_lengths": [40, 40]}):
+        with pytest.raises(ValueError, match=r"`copy_length` must be None: .*, got 17"):
+            PyramidionConfig(**{**SIZES, "copy_length": 17, **wrong})
     model = make()
     with pytest.raises(ValueError, match="`input_ids` must be given to a model that copies"):
         model(inputs_embeds=torch.randn(1, 9, 24), decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
     kept = model.get_encoder()(torch.randint(3, 97, (1, 20)))
-    kept.memory_tokens = None
+    kept.copy_tokens = None
     with pytest.raises(ValueError, match="or `encoder_outputs` that came of them: this memory holds no tokens"):
         model(encoder_outputs=kept, decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
 
@@ -261,7 +273,7 @@ def test_a_training_step_compiles_whole():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "no_repeat_ngram_size": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["soft", "none", "along"])
+@pytest.mark.parametrize("kind", ["soft", "none", "along", "before along"])
 def test_every_loop_writes_the_same_on_a_gpu(kind: str, options: dict[str, Any]):
     """In double precision, where no choice is decided by rounding."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
@@ -288,7 +300,7 @@ def test_half_precision_learns_what_single_does_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["soft", "straight-through", "mean", "none", "along"])
+@pytest.mark.parametrize("kind", ["soft", "straight-through", "mean", "none", "along", "before"])
 def test_gradients_are_those_of_a_cpu_on_a_gpu(kind: str):
     tokens, mask = make_documents(LENGTHS)
     labels = labels_of(tokens)

@@ -13,6 +13,7 @@ from pyramidion.generation import engine, fused, loop
 from pyramidion.generation.fused import FusedDecoder
 from pyramidion.generation.search import Beam, Greedy, Rules, Search
 from pyramidion.generation.step import Decoder
+from pyramidion.modeling_pyramidion import PyramidionEncoderOutput
 from test_engine import assert_equal, make_documents, make_model
 
 pytest.importorskip("triton")
@@ -44,7 +45,7 @@ def make_decoders(
     made = []
     for kind in (Decoder, FusedDecoder):
         decoder = kind(model, make_search(documents, beams, **rules), K, masked=masked)
-        decoder.read(model, memory, mask if masked else None)
+        decoder.read(model, PyramidionEncoderOutput(memory, memory_mask=mask if masked else None))
         made.append(decoder)
     return made[0], made[1]
 
@@ -115,7 +116,7 @@ def test_half_precision_is_as_near_as_single_operations(dtype: torch.dtype):
     plain, one = make_decoders(make_model("pre_norm").to(dtype))
     exact = make_model("pre_norm").to(DEVICE)
     reference = Decoder(exact, make_search(), K, masked=True)
-    reference.read(exact, torch.zeros(2, K, exact.config.hidden_size, device=DEVICE), None)
+    reference.read(exact, PyramidionEncoderOutput(torch.zeros(2, K, exact.config.hidden_size, device=DEVICE)))
     reference.memory.copy_(plain.memory)
     reference.mask.copy_(plain.mask)  # type: ignore[union-attr]
     truth = reference.logits(8)

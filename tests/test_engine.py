@@ -281,7 +281,7 @@ def forced_logits(model: Any, documents: tuple[Tensor, Tensor], written: Tensor,
     kind = Greedy if beams == 1 else Beam
     search = kind(Rules(beams, written.shape[1] + 1, 0), len(written), VOCABULARY, torch.device("cpu"))
     decoder = Decoder(model, search, memory.last_hidden_state.shape[1], masked=True)
-    decoder.read(model, memory.last_hidden_state, memory.memory_mask)
+    decoder.read(model, memory)
     search.reset(written[:, 0])
     for place in range(written.shape[1]):
         search.running[:, :, place] = written[:, place, None]
@@ -295,7 +295,7 @@ def test_autocast_of_the_caller_is_kept(family: str):
     model, documents = make_model(family), make_documents(LENGTHS)
     with torch.autocast("cpu", torch.bfloat16):
         theirs, ours = both(model, documents, min_new_tokens=24)
-        decoder = loop.writer_for(model, Rules(1, 9, 0), 4, 8, False).decoder
+        decoder = loop.writer_for(model, Rules(1, 9, 0), 4, 8, 0, False).decoder
     assert decoder.cache.dtype == decoder.head.dtype == torch.bfloat16
     assert decoder.blocks[0].residuals[0].norm.weight.dtype == torch.float32
     best = teacher_forced(model, documents, both(model, documents, min_new_tokens=24)[0])
@@ -341,8 +341,8 @@ def test_a_step_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch, beams: 
     model, (tokens, mask) = make_model("both"), make_documents([30, 7])
     with torch.inference_mode():
         memory = model.get_encoder()(tokens, mask)
-        writer = loop.writer_for(model, rules, 2, memory.last_hidden_state.shape[1], True)
-        writer.decoder.read(model, memory.last_hidden_state, memory.memory_mask)
+        writer = loop.writer_for(model, rules, 2, memory.last_hidden_state.shape[1], 0, True)
+        writer.decoder.read(model, memory)
         writer.search.reset(torch.ones(2, dtype=torch.long))
         for position in range(11):
             with no_questions(monkeypatch):
@@ -358,8 +358,8 @@ def test_a_step_leaves_buffers_where_they_are(beams: int):
     with torch.inference_mode():
         memory = model.get_encoder()(*documents)
         rules = Rules(beams, 9, 0, tuple(range(2, 30)))
-        writer = loop.writer_for(model, rules, 2, memory.last_hidden_state.shape[1], True)
-        writer.decoder.read(model, memory.last_hidden_state, memory.memory_mask)
+        writer = loop.writer_for(model, rules, 2, memory.last_hidden_state.shape[1], 0, True)
+        writer.decoder.read(model, memory)
         writer.search.reset(torch.ones(2, dtype=torch.long))
         held = {name: value for name, value in vars(writer.search).items() if isinstance(value, Tensor)}
         places, before = [one.data_ptr() for one in held.values()], [one.clone() for one in held.values()]

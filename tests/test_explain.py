@@ -241,14 +241,14 @@ def test_what_was_copied_is_the_rest_of_what_was_written(name: str, copies: int,
     with torch.no_grad():
         out = model(ids, decoder_input_ids=wrote[:, :-1])
         states = model.model(ids, decoder_input_ids=wrote[:, :-1]).last_hidden_state
-        chances = model.copier(states, out.encoder_last_hidden_state, out.memory_shares)[0][0]  # [t k]
+        chances = model.copier(states, out.copy_states, out.copy_shares)[0][0]  # [t k]
     label = wrote[0, 1:, None]
     whole = out.logits[0].gather(1, label).exp()[:, 0]
     by_words = model.lm_head(states)[0].softmax(-1).gather(1, label)[:, 0] * (1 - chances.sum(1))
     found = explanation.copies
     assert found is not None
     k = explanation.memory.k
-    assert ids[0][torch.from_numpy(found.origins)].tolist() == out.memory_tokens[0, :k].flatten().tolist()
+    assert ids[0][torch.from_numpy(found.origins)].tolist() == out.copy_tokens[0, :k].flatten().tolist()
     expected = (1 - by_words / whole).detach().numpy()
     np.testing.assert_allclose(found.shares.sum(1), expected, atol=1e-9)
     assert expected.max() > 0.01

@@ -59,6 +59,8 @@ class PyramidionConfig(PreTrainedConfig):
         copies: Let a token be copied out of the document as well as written: the one that won a slot of the memory, by
             the share that it holds there, or one behind it. How many tokens can be copied from each slot on: 1 is the
             winner alone, 0 nothing. The scorer then learns to keep what is worth copying. Not in the paper.
+        copy_length: Copy from more than the memory: from what an earlier layer that pools is given, where that are so
+            many representations at full input. They are looked at by one head of usual width, once a token.
 
     The other arguments mean what they mean in every transformer.
 
@@ -75,8 +77,9 @@ class PyramidionConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = [  # noqa: RUF012, transformers' own name and form
         "past_key_values",
         "memory_mask",
-        "memory_tokens",
-        "memory_shares",
+        "copy_states",
+        "copy_tokens",
+        "copy_shares",
     ]
     attribute_map = {"d_model": "hidden_size", "num_hidden_layers": "decoder_layers"}  # noqa: RUF012
 
@@ -103,6 +106,7 @@ class PyramidionConfig(PreTrainedConfig):
     pre_norm: bool = False
     decoder_positions: bool = False
     copies: int = 0
+    copy_length: int | None = None
     dropout: float = 0.1
     attention_dropout: float = 0.1
     activation_dropout: float = 0.1
@@ -135,6 +139,18 @@ class PyramidionConfig(PreTrainedConfig):
         """Give the number of representations that the decoder attends to, at full input."""
         spreads = any(pooling.kind == "funnel" for pooling in self.poolings.values())
         return self.entering[0] if spreads else self.encoder_lengths[-1]
+
+    @property
+    def copy_width(self) -> int:
+        """Give the width of the vectors by which it is decided what is copied: those of the memory, or of one head."""
+        return self.hidden_size if self.copy_length is None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def copy_stage(self) -> int | None:
+        """Count the layers that pool before what can be copied from is left; None where that is the memory."""
+        if self.copy_length is None:
+            return None
+        return [self.entering[layer] for layer in self.poolings].index(self.copy_length)
 
     @property
     def poolings(self) -> dict[int, Pooling]:
@@ -176,14 +192,27 @@ class PyramidionConfig(PreTrainedConfig):
         kinds = {pooling.kind for pooling in self.poolings.values()}
         if "funnel" in kinds and len(kinds) > 1:
             raise ValueError(f"`pooling` must be funnel in every layer that pools or in none, got {self.pooling!r}.")
+        self._check_copying("funnel" in kinds)
+
+    def _check_copying(self, spreads: bool) -> None:
+        if self.copies < 0:
+            raise ValueError(f"`copies` must be at least 0, got {self.copies}.")
+        if self.copy_length is None:
+            return
+        lengths = [self.entering[layer] for layer in self.poolings]
+        if not self.copies or spreads or self.copy_length not in lengths:
+            allowed = lengths if self.copies and not spreads else []
+            choice = " or ".join(["None", *(str(length) for length in dict.fromkeys(allowed))])
+            raise ValueError(
+                f"`copy_length` must be {choice}: as many as a layer that pools is given, in a model that copies and "
+                f"does not spread what was pooled, got {self.copy_length}."
+            )
 
     def _check_sizes(self) -> None:
         counted = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "decoder_layers")
         for name in (*counted, "block_size", "bucket_size", "num_hashes", "local_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.copies < 0:
-            raise ValueError(f"`copies` must be at least 0, got {self.copies}.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"`hidden_size` must be a multiple of `num_attention_heads`, "

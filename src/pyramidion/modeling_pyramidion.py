@@ -65,9 +65,10 @@ class PyramidionEncoderOutput(BaseModelOutput):
     last_hidden_state  [b k d]  the memory; a document with fewer representations has its own first
     memory_mask        [b k]    True for a real one, None where all are. It travels with the memory, because `generate`
                                 knows only the mask of the source
-    memory_tokens      [b k w]  the token that won each slot and those behind it in the document, as many as `copies`
-                                says; where the document ends before, the winner again. Only with `copies`
-    memory_shares      [b k]    how much of its slot the winner holds, 0 where there is none. Only with `copies`
+    copy_states        [b c d]  what can be copied from, with `copies`: the memory, or what is left at `copy_length`
+    copy_tokens        [b c w]  the token that won each of these slots and those behind it in the document, as many as
+                                `copies` says; where the document ends before, the winner again
+    copy_shares        [b c]    how much of its slot the winner holds, 0 where there is none
     hidden_states      what enters the first layer and leaves each one, [b n d] each, with `output_hidden_states`
     attentions         weights of each layer, over blocks [B h m m] or documents [b h n n], with `output_attentions`
     selections         the Selection of each layer that pools, with `output_selections`; the first one starts from
@@ -77,8 +78,9 @@ class PyramidionEncoderOutput(BaseModelOutput):
     """
 
     memory_mask: Tensor | None = None
-    memory_tokens: Tensor | None = None
-    memory_shares: Tensor | None = None
+    copy_states: Tensor | None = None
+    copy_tokens: Tensor | None = None
+    copy_shares: Tensor | None = None
     selections: tuple[Selection, ...] | None = None
     selection: Selection | None = None
 
@@ -88,8 +90,9 @@ class PyramidionModelOutput(Seq2SeqModelOutput):
     """transformers' Seq2SeqModelOutput, with the encoder's account."""
 
     memory_mask: Tensor | None = None
-    memory_tokens: Tensor | None = None
-    memory_shares: Tensor | None = None
+    copy_states: Tensor | None = None
+    copy_tokens: Tensor | None = None
+    copy_shares: Tensor | None = None
     encoder_selections: tuple[Selection, ...] | None = None
     encoder_selection: Selection | None = None
 
@@ -99,8 +102,9 @@ class PyramidionLMOutput(Seq2SeqLMOutput):
     """transformers' Seq2SeqLMOutput, with the encoder's account."""
 
     memory_mask: Tensor | None = None
-    memory_tokens: Tensor | None = None
-    memory_shares: Tensor | None = None
+    copy_states: Tensor | None = None
+    copy_tokens: Tensor | None = None
+    copy_shares: Tensor | None = None
     encoder_selections: tuple[Selection, ...] | None = None
     encoder_selection: Selection | None = None
 
@@ -353,6 +357,7 @@ class _Trace:
     states: list[Tensor] | None
     attentions: list[Tensor] | None
     selections: list[Selection]
+    copied: tuple[Tensor, Layout] | None = None
 
     def record(self, layout: Layout, x: Tensor, weights: Tensor | None = None) -> None:
         """Keep what leaves a layer, if asked."""
@@ -405,7 +410,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             hidden_states=None if trace.states is None else tuple(trace.states),
             attentions=None if trace.attentions is None else tuple(trace.attentions),
             memory_mask=None if layout.equal else layout.document_mask,
-            **self._winners(tokens, entered, layout, trace.selections),
+            **self._winners(tokens, entered, trace.copied or (memory, layout), trace.selections),
             **(chosen() if output_selections else {}),
         )
 
@@ -418,6 +423,8 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             x, weights = self._layer(layer, x, layout, whole=trace.attentions is not None)
             if (pooler := self.pooler_of(number)) is not None:
                 whole = (layout.unpack(x), layout) if whole is None else whole
+                if len(trace.selections) == self.config.copy_stage:
+                    trace.copied = layout.unpack(x), layout
                 x, layout, selection = self._pool(pooler, x, layout, weights)  # [B m d], fewer blocks
                 trace.selections.append(selection)
             trace.record(layout, x, weights)
@@ -475,30 +482,34 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
             return received(weights, layout.document_mask)
         return layout.unpack(received(weights, layout.mask))
 
-    def _winners(self, tokens: Tensor, entered: Layout, layout: Layout, selections: list[Selection]) -> dict[str, Any]:
-        """Say which token [b n] won each slot of the memory, layer upon layer, what follows it, and how much it holds.
+    def _winners(
+        self, tokens: Tensor, entered: Layout, left: tuple[Tensor, Layout], selections: Sequence[Selection]
+    ) -> dict[str, Any]:
+        """Say what can be copied: the slots that are left, which token [b n] won each, and how much of it that holds.
 
         Nothing where a model does not copy, or was given vectors instead of tokens.
         """
         if not self.config.copies or tokens.is_floating_point():
             return {}
+        states, layout = left
         places, shares = self.reach(selections, entered.document_mask)
         places = places[:, : layout.n]
         return {
-            "memory_tokens": tokens.gather(1, places.flatten(1)).unflatten(1, places.shape[1:]),
-            "memory_shares": shares[:, : layout.n].masked_fill(~layout.document_mask, 0),
+            "copy_states": states,
+            "copy_tokens": tokens.gather(1, places.flatten(1)).unflatten(1, places.shape[1:]),
+            "copy_shares": shares[:, : layout.n].masked_fill(~layout.document_mask, 0),
         }
 
     def reach(self, selections: Sequence[Selection], mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Say which of the tokens [b n], real ones first, can be copied from each slot [b k w], and its share [b k]."""
+        """Say which of the tokens [b n], real ones first, can be copied from each slot [b c w], and its share [b c]."""
         shares = torch.ones(mask.shape, device=mask.device)
         places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        for selection in () if self.spreads else selections:
+        for selection in () if self.spreads else selections[: self.config.copy_stage]:
             winners = selection.winners.clamp(min=0)  # [b k]
             shares = shares.gather(1, winners) * selection.weights.gather(1, winners)
             places = places.gather(1, winners)
         places = places.unsqueeze(2)
-        behind = places + torch.arange(self.config.copies, device=mask.device)  # [b k w]
+        behind = places + torch.arange(self.config.copies, device=mask.device)  # [b c w]
         return torch.where(behind < mask.sum(1)[:, None, None], behind, places), shares
 
     def _account(
@@ -746,35 +757,45 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
 
 
 class PyramidionCopier(nn.Module):
-    """Copy from the document: attend to the slots with one wide head, and take a slot's winner or a token behind it.
+    """Copy from the document: attend to slots with one head, and take a slot's winner or a token behind it.
 
     A token is written by the head over the vocabulary, or copied. `forward` says how likely it is to be copied from
     each slot; what is left of 1 is for the vocabulary. Of a slot that is a blend, only the winner's share can be
     copied. How far behind the winner the token is that is copied, `ahead` says for all slots alike: so a phrase of
     which one word is kept can be gone along.
+
+    The slots are those of the memory, whose vectors are the keys, or those of an earlier layer, and have keys then.
     """
 
     def __init__(self, config: PyramidionConfig) -> None:
         super().__init__()
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.query = nn.Linear(config.hidden_size, config.copy_width)
         self.gate = nn.Linear(config.hidden_size, 1)
         self.ahead = nn.Linear(config.hidden_size, config.copies) if config.copies > 1 else None
+        self.norm, self.key = None, None
+        if config.copy_length is not None:
+            self.norm = PyramidionNorm(config.hidden_size)
+            self.key = nn.Linear(config.hidden_size, config.copy_width)
 
-    def forward(self, x: Tensor, memory: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Give from x [b t d], memory [b k d] and its winners' shares [b k] the probabilities of slots and of steps.
+    def forward(self, x: Tensor, states: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Give from x [b t d], slots [b c d] and their winners' shares [b c] the probabilities of slots and of steps.
 
-        The first [b t k] are those of copying from each slot, the second [b t w], which sum to 1, of how far behind its
+        The first [b t c] are those of copying from each slot, the second [b t w], which sum to 1, of how far behind its
         winner. They are in float32, or in float64 where x is.
         """
         steps = x[..., :0] if self.ahead is None else self.ahead(x)
-        return self.attend(self.query(x), self.gate(x), memory, shares), self.steps(steps)
+        return self.attend(self.query(x), self.gate(x), self.keys(states), shares), self.steps(steps)
+
+    def keys(self, states: Tensor) -> Tensor:
+        """Give what queries are compared with: slots [b c d] -> [b c e]."""
+        return states if self.norm is None or self.key is None else self.key(self.norm(states))
 
     @staticmethod
-    def attend(query: Tensor, gate: Tensor, memory: Tensor, shares: Tensor) -> Tensor:
-        """Do the same with the query [b t d] and the gate's logit [b t 1] at hand."""
+    def attend(query: Tensor, gate: Tensor, keys: Tensor, shares: Tensor) -> Tensor:
+        """Do the same with the query [b t e] and the gate's logit [b t 1] at hand."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = (query @ memory.transpose(1, 2).to(query.dtype)).to(wide) * memory.shape[-1] ** -0.5  # [b t k]
-        shares = shares.unsqueeze(1).to(wide)  # [b 1 k]
+        scores = (query @ keys.transpose(1, 2).to(query.dtype)).to(wide) * keys.shape[-1] ** -0.5  # [b t c]
+        shares = shares.unsqueeze(1).to(wide)  # [b 1 c]
         scores = scores.masked_fill(shares == 0, torch.finfo(wide).min)
         return scores.softmax(-1) * shares * gate.to(wide).sigmoid()
 
@@ -905,8 +926,9 @@ class PyramidionModel(PyramidionPreTrainedModel):
             encoder_hidden_states=memory.hidden_states,
             encoder_attentions=memory.attentions,
             memory_mask=memory.memory_mask,
-            memory_tokens=memory.memory_tokens,
-            memory_shares=memory.memory_shares,
+            copy_states=memory.copy_states,
+            copy_tokens=memory.copy_tokens,
+            copy_shares=memory.copy_shares,
             encoder_selections=memory.selections,
             encoder_selection=memory.selection,
         )
@@ -993,13 +1015,13 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
         """Say how likely it is to copy from each slot [b t k], how far behind its winner [b t w], and what [b k w]."""
         if self.copier is None:
             return None
-        tokens, shares = outputs.memory_tokens, outputs.memory_shares
-        if tokens is None or shares is None:
+        states, tokens, shares = outputs.copy_states, outputs.copy_tokens, outputs.copy_shares
+        if states is None or tokens is None or shares is None:
             raise ValueError(
                 "`input_ids` must be given to a model that copies, or `encoder_outputs` that came of them: "
                 "this memory holds no tokens."
             )
-        return *self.copier(x, outputs.encoder_last_hidden_state, shares), tokens
+        return *self.copier(x, states, shares), tokens
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Shift labels [b t] right behind the start token, padding where they are -100."""

@@ -233,15 +233,21 @@ def output_head(config: PyramidionConfig, target: int, how: Precision) -> int:
     return target * config.hidden_size * how.bytes  # the gradient of what the vocabulary is compared with
 
 
-def copying(config: PyramidionConfig, target: int, memory: int, how: Precision) -> int:
+def copying(config: PyramidionConfig, target: int, slots: int, how: Precision) -> int:
     """Keep the query and its input, and for each slot its weight, what is copied of it, and which of it is the label.
 
-    Besides, numbers of each token and each step that it may go, and for the slots of every layer that pools their
-    winners and two shares.
+    Besides, numbers of each token and each step that it may go, and for the slots of every layer that pools before
+    their winners and two shares.
     """
     numbers = (7 + 2 * config.copies) * FLOAT
-    looked = target * (2 * config.hidden_size * how.bytes + numbers + memory * (2 * FLOAT + config.copies))
-    return looked + sum(pooling.k for pooling in config.poolings.values()) * (8 + 2 * FLOAT)
+    vectors = (config.hidden_size + config.copy_width) * how.bytes
+    pooled = sum(pooling.k for pooling in list(config.poolings.values())[: config.copy_stage])
+    return target * (vectors + numbers + slots * (2 * FLOAT + config.copies)) + pooled * (8 + 2 * FLOAT)
+
+
+def copy_keys(config: PyramidionConfig, slots: int, how: Precision) -> int:
+    """Keep the normed slots, their means and deviations, and the keys; the slots themselves the pooling keeps."""
+    return slots * (2 * FLOAT + (config.hidden_size + config.copy_width) * how.bytes)
 
 
 def final_norm(config: PyramidionConfig, tokens: int) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pyramidion.complexity import activations as kept
 from pyramidion.complexity import multiplications as products
 from pyramidion.complexity.activations import Precision
-from pyramidion.complexity.sizes import encoder_sizes, memory_length
+from pyramidion.complexity.sizes import copied_length, encoder_sizes, memory_length
 from pyramidion.configuration_pyramidion import PyramidionConfig
 
 ENCODER = (
@@ -25,8 +25,10 @@ DECODER = (
     "cross-attention",
     "decoder feed-forward",
     "output head",
+    "keys to copy by",
     "copying",
 )
+ONCE = ("memory projections", "keys to copy by")  # of a document, however much is written about it
 PARTS = ("embedding", *ENCODER, *DECODER)
 IMPLEMENTATIONS = ("sdpa", "eager")
 DEVICES = ("cuda", "cpu")
@@ -132,12 +134,12 @@ def count_generation(
     _check(length, target, batch)
     how = Precision()
     decoder = list(_decoder_rows(config, length, target, how))
-    once = [*_encoder_rows(config, length, how), *(row for row in decoder if row.part == "memory projections")]
+    once = [*_encoder_rows(config, length, how), *(row for row in decoder if row.part in ONCE)]
     looked_back = 2 * config.hidden_size * target * (target + 1) // 2  # nothing is masked: it is not there yet
     written = [
         row._replace(multiplications=looked_back) if row.part == "decoder self-attention" else row
         for row in decoder
-        if row.part != "memory projections"
+        if row.part not in ONCE
     ]
     return Generation(_times(_bare(once), batch), _times(_bare(written), batch), target * batch)
 
@@ -179,9 +181,11 @@ def _decoder_rows(config: PyramidionConfig, length: int | None, target: int, how
         yield Row("decoder feed-forward", layer, products.feed_forward(config, target), transformed)
     yield Row("output head", None, target * d * config.vocab_size, kept.output_head(config, target, how))
     if config.copies:
-        steps = config.copies if config.copies > 1 else 0
-        looked = target * (d + 1 + steps) * d + target * memory * d
-        yield Row("copying", None, looked, kept.copying(config, target, memory, how))
+        steps, e, slots = config.copies if config.copies > 1 else 0, config.copy_width, copied_length(config, length)
+        if config.copy_length is not None:
+            yield Row("keys to copy by", None, slots * d * e, kept.copy_keys(config, slots, how))
+        looked = target * (e + 1 + steps) * d + target * slots * e
+        yield Row("copying", None, looked, kept.copying(config, target, slots, how))
 
 
 def _times(rows: Iterable[Row], batch: int) -> Cost:

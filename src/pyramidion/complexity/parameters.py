@@ -16,9 +16,14 @@ def parameters(config: PyramidionConfig) -> int:
         + decoder
         + sum(scorers.get(pooling.scorer or "", 0) for pooling in config.poolings.values())
         + (2 * norm if config.pre_norm else 0)
-        + (hidden + d + 1 if config.copies else 0)
-        + (config.copies * (d + 1) if config.copies > 1 else 0)
+        + _copier(config)
     )
+
+
+def _copier(config: PyramidionConfig) -> int:
+    d, e, steps = config.hidden_size, config.copy_width, config.copies if config.copies > 1 else 0
+    keys = 0 if config.copy_length is None else (d + 1) * e + 2 * d
+    return (d + 1) * (e + 1 + steps) + keys if config.copies else 0
 
 
 def matrix_elements(config: PyramidionConfig) -> int:

@@ -55,3 +55,11 @@ def memory_length(sizes: list[EncoderSizes]) -> int:
     """Count what the decoder attends to; Funnel spreads what it pooled over all tokens again."""
     spread = [size.n for size in sizes if size.pooling is not None and size.pooling.kind == "funnel"]
     return spread[0] if spread else sizes[-1].kept
+
+
+def copied_length(config: PyramidionConfig, length: int | None = None) -> int:
+    """Count what can be copied from: the memory, or what the layer that pools at `copy_length` is given."""
+    sizes = encoder_sizes(config, length)
+    if config.copy_stage is None:
+        return memory_length(sizes)
+    return [size for size in sizes if size.pooling is not None][config.copy_stage].n

@@ -205,14 +205,14 @@ def _copies(model: Any, kept: Any, read: Tensor, states: Tensor, written: Tensor
 
     read  [1 n] the mask of the source
     """
-    slots, steps = model.copier(states, kept.last_hidden_state, kept.memory_shares)  # [1 t k], [1 t w]
-    whole = model.copier.mix(model.lm_head(states), slots, steps, kept.memory_tokens)  # [1 t v] logarithms
-    k = int(kept.selection.mask[0].sum())
-    each = slots[0, :, :k, None] * steps[0, :, None]  # [t k w]
-    same = kept.memory_tokens[0, :k] == written[0, :, None, None]
+    slots, steps = model.copier(states, kept.copy_states, kept.copy_shares)  # [1 t c], [1 t w]
+    whole = model.copier.mix(model.lm_head(states), slots, steps, kept.copy_tokens)  # [1 t v] logarithms
+    real = kept.copy_shares[0] > 0  # [c]
+    each = slots[0, :, real, None] * steps[0, :, None]  # [t c w]
+    same = kept.copy_tokens[0, real] == written[0, :, None, None]
     shares = torch.where(same, each, 0) / whole[0].gather(1, written[0, :, None])[:, :, None].exp()
-    origins, _ = model.model.encoder.reach(kept.selections, read != 0)  # [1 k w]
-    return Copies(origins[0, :k].flatten().cpu().numpy(), shares.flatten(1).double().cpu().numpy())
+    origins, _ = model.model.encoder.reach(kept.selections, read != 0)  # [1 c w]
+    return Copies(origins[0, : len(real)][real].flatten().cpu().numpy(), shares.flatten(1).double().cpu().numpy())
 
 
 def _stages(model: Any, selections: Sequence[Selection], memory: Selection, n: int) -> tuple[Stage, ...]:

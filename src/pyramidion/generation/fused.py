@@ -39,11 +39,11 @@ class FusedDecoder(Decoder):
     """Decode by launches that do all between two products at once."""
 
     def __init__(
-        self, model: PyramidionForConditionalGeneration, search: Search, k: int, *, masked: bool = False
+        self, model: PyramidionForConditionalGeneration, search: Search, k: int, c: int = 0, *, masked: bool = False
     ) -> None:
         from pyramidion.kernels.decoding import Launcher
 
-        super().__init__(model, search, k, masked=masked)
+        super().__init__(model, search, k, c, masked=masked)
         config = model.config
         self.growth = config.hidden_size**0.5
         self.launcher = Launcher(

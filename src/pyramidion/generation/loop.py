@@ -193,13 +193,13 @@ class Writer:
     """Buffers, and graphs on a GPU, for one size of batch and one set of rules."""
 
     def __init__(
-        self, model: modeling.PyramidionForConditionalGeneration, rules: Rules, b: int, k: int, masked: bool
+        self, model: modeling.PyramidionForConditionalGeneration, rules: Rules, b: int, k: int, c: int, masked: bool
     ) -> None:
         kind: type[Search] = Greedy if rules.beams == 1 else Beam
         self.pace = PACES.get(model.device.type, Pace())
         self.search = kind(rules, b, model.config.vocab_size, model.device)
         ours = self.pace.fused and fused.serves(model, self.search, k)
-        self.decoder = (fused.FusedDecoder if ours else Decoder)(model, self.search, k, masked=masked)
+        self.decoder = (fused.FusedDecoder if ours else Decoder)(model, self.search, k, c, masked=masked)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
@@ -212,9 +212,7 @@ class Writer:
         """Write about documents from their start tokens [b*beams 1] and what was kept of them [b*beams k d]."""
         beams, limit = self.search.rules.beams, self.search.rules.limit
         self.decoder.refresh(model)
-        kept, tokens, shares = memory.last_hidden_state, memory.memory_tokens, memory.memory_shares
-        words = None if tokens is None or shares is None else (tokens, shares)
-        self.decoder.read(model, kept, memory.memory_mask, beams, words)
+        self.decoder.read(model, memory, beams)
         self.search.reset(start[::beams, 0])
         live = _Watch(self.search.live, self.pace.check)
         position = 0
@@ -282,20 +280,20 @@ _KEPT: WeakKeyDictionary[nn.Module, OrderedDict[Any, Writer]] = WeakKeyDictionar
 
 
 def writer_for(
-    model: modeling.PyramidionForConditionalGeneration, rules: Rules, b: int, k: int, masked: bool
+    model: modeling.PyramidionForConditionalGeneration, rules: Rules, b: int, k: int, c: int, masked: bool
 ) -> Writer:
-    """Find the writer for a batch of b documents with k representations, or make it."""
+    """Find the writer for a batch of b documents with k representations, and c to copy from, or make it."""
     pace = PACES.get(model.device.type, Pace())
     if not pace.kept:
-        return Writer(model, rules, b, k, masked)
-    rows, wide = up(b, pace.grain[0]) if b > 2 else b, up(k, pace.grain[1])
+        return Writer(model, rules, b, k, c, masked)
+    rows, wide, copied = up(b, pace.grain[0]) if b > 2 else b, up(k, pace.grain[1]), up(c, pace.grain[1])
     masked = masked or wide > k
     weights = tuple(weight.data_ptr() for weight in _weights(model))
     autocast = torch.is_autocast_enabled(model.device.type)
-    key = (rules, rows, wide, masked, compute_dtype(model), autocast, weights)
+    key = (rules, rows, wide, copied, masked, compute_dtype(model), autocast, weights)
     kept = _KEPT.setdefault(model, OrderedDict())
     if key not in kept:
-        kept[key] = Writer(model, rules, rows, wide, masked)
+        kept[key] = Writer(model, rules, rows, wide, copied, masked)
     kept.move_to_end(key)
     while len(kept) > pace.kept:
         kept.popitem(last=False)
@@ -338,9 +336,10 @@ def _write(
         return written
     memory = handed["encoder_outputs"]
     b, k = len(input_ids) // rules.beams, memory.last_hidden_state.shape[1]
+    c = 0 if memory.copy_shares is None else memory.copy_shares.shape[1]
     try:
         with torch.cuda.device(model.device) if input_ids.is_cuda else nullcontext():
-            writer = writer_for(model, rules, b, k, memory.memory_mask is not None)
+            writer = writer_for(model, rules, b, k, c, memory.memory_mask is not None)
             return writer.write(model, input_ids, memory)
     except BaseException:
         forget(model)  # a half-made graph, or no memory left

@@ -21,6 +21,7 @@ from pyramidion.kernels.functions import stream
 from pyramidion.kernels.launching import unplanned
 from pyramidion.modeling_pyramidion import (
     PyramidionCopier,
+    PyramidionEncoderOutput,
     PyramidionForConditionalGeneration,
     PyramidionResidual,
     sinusoids,
@@ -127,14 +128,14 @@ def compute_dtype(model: PyramidionForConditionalGeneration) -> torch.dtype:
 
 
 class Copy:
-    """Let tokens be copied: the memory's vectors [b k d], tokens from its winners on [b k w], their shares [b k]."""
+    """Let tokens be copied: the keys of slots [b c e], tokens from their winners on [b c w], their shares [b c]."""
 
-    def __init__(self, model: PyramidionForConditionalGeneration, documents: int, k: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: PyramidionForConditionalGeneration, documents: int, c: int, dtype: torch.dtype) -> None:
         self.look = self.looks(model, dtype)
-        place = {"device": model.device}
-        self.memory = torch.zeros(documents, k, model.config.hidden_size, dtype=dtype, **place)
-        self.tokens = torch.zeros(documents, k, model.config.copies, dtype=torch.int64, **place)
-        self.shares = torch.zeros(documents, k, dtype=torch.promote_types(dtype, torch.float32), **place)
+        place, self.width = {"device": model.device}, model.config.copy_width
+        self.keys = torch.zeros(documents, c, self.width, dtype=dtype, **place)
+        self.tokens = torch.zeros(documents, c, model.config.copies, dtype=torch.int64, **place)
+        self.shares = torch.zeros(documents, c, dtype=torch.promote_types(dtype, torch.float32), **place)
 
     @staticmethod
     def looks(model: PyramidionForConditionalGeneration, dtype: torch.dtype) -> Dense:
@@ -143,18 +144,18 @@ class Copy:
         ahead = [] if model.copier.ahead is None else [model.copier.ahead]
         return fuse(dtype, model.copier.query, model.copier.gate, *ahead)
 
-    def read(self, memory: Tensor, tokens: Tensor, shares: Tensor) -> None:
+    def read(self, keys: Tensor, tokens: Tensor, shares: Tensor) -> None:
         """Take up documents; the places behind them hold nothing that could be copied."""
-        b, k = shares.shape
+        b, c = shares.shape
         self.shares.zero_()
-        self.memory[:b, :k], self.tokens[:b, :k], self.shares[:b, :k] = memory, tokens, shares
+        self.keys[:b, :c], self.tokens[:b, :c], self.shares[:b, :c] = keys, tokens, shares
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Turn logits [r v] for rows x [r d] into the logarithms of all probabilities."""
-        d = x.shape[-1]
-        looked = self.look(x).unflatten(0, (len(self.tokens), -1))  # [b beams d+1+w]
-        copied = PyramidionCopier.attend(looked[..., :d], looked[..., d : d + 1], self.memory, self.shares)
-        ahead = PyramidionCopier.steps(looked[..., d + 1 :])
+        e = self.width
+        looked = self.look(x).unflatten(0, (len(self.tokens), -1))  # [b beams e+1+w]
+        copied = PyramidionCopier.attend(looked[..., :e], looked[..., e : e + 1], self.keys, self.shares)
+        ahead = PyramidionCopier.steps(looked[..., e + 1 :])
         return PyramidionCopier.mix(logits.unflatten(0, looked.shape[:2]), copied, ahead, self.tokens).flatten(0, 1)
 
 
@@ -169,7 +170,7 @@ class Decoder:
     """
 
     def __init__(
-        self, model: PyramidionForConditionalGeneration, search: Search, k: int, *, masked: bool = False
+        self, model: PyramidionForConditionalGeneration, search: Search, k: int, c: int = 0, *, masked: bool = False
     ) -> None:
         config, dtype, device = model.config, compute_dtype(model), model.device
         documents, beams, capacity = search.documents, search.rules.beams, max(search.rules.limit - 1, 1)
@@ -178,7 +179,7 @@ class Decoder:
         self.blocks = [Block.of(layer, dtype) for layer in model.model.decoder.layers]
         self.embed, self.norm = model.model.decoder.embed_tokens, model.model.decoder.norm
         self.head = model.lm_head.weight.detach().to(dtype)
-        self.copy = None if model.copier is None else Copy(model, documents, k, dtype)
+        self.copy = None if model.copier is None else Copy(model, documents, c, dtype)
         self.table = None
         if config.decoder_positions:
             self.table = sinusoids(torch.arange(capacity, device=device), config.hidden_size)
@@ -200,22 +201,18 @@ class Decoder:
             if kept.data_ptr() != new.data_ptr():
                 kept.copy_(new)
 
-    def read(
-        self,
-        model: PyramidionForConditionalGeneration,
-        memory: Tensor,
-        mask: Tensor | None,
-        beams: int = 1,
-        words: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Project the memory [b k d] into keys and values, once; `beams` says how often it holds each document.
-
-        `words` are the tokens that won its slots, and their shares, for a model that copies.
-        """
+    def read(self, model: PyramidionForConditionalGeneration, kept: PyramidionEncoderOutput, beams: int = 1) -> None:
+        """Project what was kept of documents into keys and values, once; `beams` says how often each is in it."""
         self._lay_out(self.search.documents * self.search.rules.beams)
-        memory = memory[::beams]
-        if self.copy is not None and words is not None:
-            self.copy.read(memory, words[0][::beams], words[1][::beams])
+        assert kept.last_hidden_state is not None
+        memory, mask = kept.last_hidden_state[::beams], kept.memory_mask
+        if self.copy is not None:
+            states, tokens, shares = kept.copy_states, kept.copy_tokens, kept.copy_shares
+            assert model.copier is not None
+            assert states is not None
+            assert tokens is not None
+            assert shares is not None
+            self.copy.read(model.copier.keys(states[::beams]), tokens[::beams], shares[::beams])
         b, k = memory.shape[:2]
         layers: Any = model.model.decoder.layers
         for layer, cache, kept in zip(layers, self.cache, self.memory, strict=True):
