@@ -178,8 +178,8 @@ def test_what_is_copied_teaches_the_scorer():
     tokens, mask = make_documents([33, 30])
     kept = model.get_encoder()(tokens, mask)
     assert model.copier is not None
-    copied = model.copier(torch.randn(2, 1, 24), kept.copy_states.detach(), kept.copy_shares)
-    found = model.copier.of_labels(*copied, kept.copy_tokens, kept.copy_tokens[:, :1, 0])[1]
+    copying = model.copier(torch.randn(2, 1, 24), kept.copy_states.detach(), kept.copy_shares)
+    found = copying.of_labels(kept.copy_tokens, kept.copy_tokens[:, :1, 0])[1]
     scorers = [p for name, p in model.named_parameters() if "scorer.linear.weight" in name]
     assert all(bool((grad != 0).any()) > 0 for grad in torch.autograd.grad(-found.sum(), scorers))
 

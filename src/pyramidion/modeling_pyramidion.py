@@ -6,7 +6,7 @@ Read `PyramidionEncoder.encode` first: it is the paper's figure.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -759,8 +759,8 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
 class PyramidionCopier(nn.Module):
     """Copy from the document: attend to slots with one head, and take a slot's winner or a token behind it.
 
-    A token is written by the head over the vocabulary, or copied. `forward` says how likely it is to be copied from
-    each slot; what is left of 1 is for the vocabulary. Of a slot that is a blend, only the winner's share can be
+    A token is written by the head over the vocabulary, or copied. `forward` says how likely it is to be copied, and
+    from which slot; what is left of 1 is for the vocabulary. Of a slot that is a blend, only the winner's share can be
     copied. How far behind the winner the token is that is copied, `ahead` says for all slots alike: so a phrase of
     which one word is kept can be gone along.
 
@@ -777,53 +777,68 @@ class PyramidionCopier(nn.Module):
             self.norm = PyramidionNorm(config.hidden_size)
             self.key = nn.Linear(config.hidden_size, config.copy_width)
 
-    def forward(self, x: Tensor, states: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Give from x [b t d], slots [b c d] and their winners' shares [b c] the probabilities of slots and of steps.
-
-        The first [b t c] are those of copying from each slot, the second [b t w], which sum to 1, of how far behind its
-        winner. They are in float32, or in float64 where x is.
-        """
+    def forward(self, x: Tensor, states: Tensor, shares: Tensor) -> "Copying":
+        """Say what x [b t d] copies from slots [b c d] of which the winners hold `shares` [b c]."""
         steps = x[..., :0] if self.ahead is None else self.ahead(x)
-        return self.attend(self.query(x), self.gate(x), self.keys(states), shares), self.steps(steps)
+        return self.attend(self.query(x), self.gate(x), steps, self.keys(states), shares)
 
     def keys(self, states: Tensor) -> Tensor:
         """Give what queries are compared with: slots [b c d] -> [b c e]."""
         return states if self.norm is None or self.key is None else self.key(self.norm(states))
 
     @staticmethod
-    def attend(query: Tensor, gate: Tensor, keys: Tensor, shares: Tensor) -> Tensor:
-        """Do the same with the query [b t e] and the gate's logit [b t 1] at hand."""
+    def attend(query: Tensor, gate: Tensor, steps: Tensor, keys: Tensor, shares: Tensor) -> "Copying":
+        """Do the same with the query [b t e], and the logits of the gate [b t 1] and of steps [b t w] at hand.
+
+        The only step has no logit. Probabilities are in float32, or in float64 where the query is.
+        """
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = (query @ keys.transpose(1, 2).to(query.dtype)).to(wide) * keys.shape[-1] ** -0.5  # [b t c]
-        shares = shares.unsqueeze(1).to(wide)  # [b 1 c]
-        scores = scores.masked_fill(shares == 0, torch.finfo(wide).min)
-        return scores.softmax(-1) * shares * gate.to(wide).sigmoid()
+        scores = scores.masked_fill((shares == 0).unsqueeze(1), torch.finfo(wide).min)
+        ahead = F.pad(steps, (0, int(not steps.shape[-1]))).softmax(-1, dtype=wide)
+        return Copying(scores.softmax(-1), shares.to(wide), gate.to(wide).sigmoid(), ahead)
 
-    @staticmethod
-    def steps(logits: Tensor) -> Tensor:
-        """Give the probabilities of the steps behind a winner from their logits [b t w]; the only one has none."""
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.pad(logits, (0, int(not logits.shape[-1]))).softmax(-1, dtype=wide)
 
-    @staticmethod
-    def mix(logits: Tensor, copied: Tensor, ahead: Tensor, tokens: Tensor) -> Tensor:
-        """Give the logarithms of all probabilities [b t v]: of logits [b t v], and of copying tokens [b k w]."""
+class Copying(NamedTuple):
+    """How likely tokens are copied, and from where.
+
+    slots   [b t c]  to which slot a token looks
+    shares  [b c]    how much of the slot can be copied
+    gate    [b t 1]  whether it is copied at all
+    ahead   [b t w]  how far behind the slot's winner; over slots and over steps, all sum to 1
+    """
+
+    slots: Tensor
+    shares: Tensor
+    gate: Tensor
+    ahead: Tensor
+
+    @property
+    def each(self) -> Tensor:
+        """Give the probability of each way to copy: [b t c w]."""
+        return (self.slots * self.shares.unsqueeze(1) * self.gate).unsqueeze(-1) * self.ahead.unsqueeze(-2)
+
+    def mix(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Give the logarithms of all probabilities [b t v]: of logits [b t v], and of copying tokens [b c w]."""
         wide = torch.promote_types(logits.dtype, torch.float32)
-        written = logits.softmax(-1, dtype=wide) * (1 - copied.sum(-1, keepdim=True))
-        each = (copied.unsqueeze(-1) * ahead.unsqueeze(-2)).flatten(-2).to(wide)  # [b t k*w]
+        each = self.each.flatten(-2).to(wide)  # [b t c*w]
+        written = logits.softmax(-1, dtype=wide) * (1 - each.sum(-1, keepdim=True))
         places = tokens.flatten(1).unsqueeze(1).expand(each.shape)
         return written.scatter_add(-1, places, each).clamp(min=torch.finfo(wide).tiny).log()
 
-    @staticmethod
-    def of_labels(copied: Tensor, ahead: Tensor, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Give for labels [b t] the logarithms [b*t] of what is not copied, and of copying just that label."""
-        tiny = torch.finfo(copied.dtype).tiny
-        found = torch.zeros_like(copied[..., 0])
-        for step, words in enumerate(tokens.unbind(2)):  # a comparison of [b t k] at a time
+    def of_labels(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Give for labels [b t] the logarithms [b*t] of what is not copied, and of copying just that label.
+
+        Slots may be many. So the gate, which is the same for all, comes last, and steps are looked at one by one.
+        """
+        least, gate = torch.finfo(self.slots.dtype), self.gate.squeeze(-1)
+        held = self.slots * self.shares.unsqueeze(1)  # [b t c]
+        rest = 1 - gate * held.sum(-1)  # [b t]
+        found = torch.zeros_like(rest)
+        for step, words in enumerate(tokens.unbind(2)):
             same = words.unsqueeze(1) == labels.unsqueeze(2)
-            found = found + ahead[..., step] * torch.where(same, copied, 0).sum(-1)
-        rest = (1 - copied.sum(-1)).clamp(min=torch.finfo(copied.dtype).eps).log()
-        return rest.flatten(), found.clamp(min=tiny).log().flatten()
+            found = found + self.ahead[..., step] * torch.where(same, held, 0).sum(-1)
+        return rest.clamp(min=least.eps).log().flatten(), (found * gate).clamp(min=least.tiny).log().flatten()
 
 
 class PyramidionEncoderModel(PyramidionPreTrainedModel):
@@ -989,10 +1004,10 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
             **kwargs,
         )
         x, loss = outputs.last_hidden_state, None  # [b t d]
-        copied = self._copied(x, outputs)
+        copying, tokens = self._copying(x, outputs)
         if labels is not None:  # they stand one step behind the input already
             labels = labels.to(x.device)
-            ways = (None, None) if copied is None else PyramidionCopier.of_labels(*copied, labels)
+            ways = (None, None) if copying is None else copying.of_labels(tokens, labels)
             loss = linear_cross_entropy(
                 x.flatten(0, 1),
                 self.lm_head.weight,
@@ -1005,23 +1020,23 @@ class PyramidionForConditionalGeneration(PyramidionPreTrainedModel, GenerationMi
         if output_logits is None:
             output_logits = labels is None or not self.training
         logits = self.lm_head(x) if output_logits else None  # [b t v]
-        if logits is not None and copied is not None:
-            logits = PyramidionCopier.mix(logits, *copied)
+        if logits is not None and copying is not None:
+            logits = copying.mix(logits, tokens)
         return PyramidionLMOutput(
             loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name != "last_hidden_state"}
         )
 
-    def _copied(self, x: Tensor, outputs: PyramidionModelOutput) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Say how likely it is to copy from each slot [b t k], how far behind its winner [b t w], and what [b k w]."""
+    def _copying(self, x: Tensor, outputs: PyramidionModelOutput) -> tuple["Copying | None", Any]:
+        """Say what x [b t d] copies, and the tokens [b c w] that can be."""
         if self.copier is None:
-            return None
+            return None, None
         states, tokens, shares = outputs.copy_states, outputs.copy_tokens, outputs.copy_shares
         if states is None or tokens is None or shares is None:
             raise ValueError(
                 "`input_ids` must be given to a model that copies, or `encoder_outputs` that came of them: "
                 "this memory holds no tokens."
             )
-        return *self.copier(x, states, shares), tokens
+        return self.copier(x, states, shares), tokens
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Shift labels [b t] right behind the start token, padding where they are -100."""

@@ -234,7 +234,7 @@ def output_head(config: PyramidionConfig, target: int, how: Precision) -> int:
 
 
 def copying(config: PyramidionConfig, target: int, slots: int, how: Precision) -> int:
-    """Keep the query and its input, and for each slot its weight, what is copied of it, and which of it is the label.
+    """Keep the query and its input, and for each slot its weight, and which of it is the label.
 
     Besides, numbers of each token and each step that it may go, and for the slots of every layer that pools before
     their winners and two shares.
@@ -242,7 +242,7 @@ def copying(config: PyramidionConfig, target: int, slots: int, how: Precision) -
     numbers = (7 + 2 * config.copies) * FLOAT
     vectors = (config.hidden_size + config.copy_width) * how.bytes
     pooled = sum(pooling.k for pooling in list(config.poolings.values())[: config.copy_stage])
-    return target * (vectors + numbers + slots * (2 * FLOAT + config.copies)) + pooled * (8 + 2 * FLOAT)
+    return target * (vectors + numbers + slots * (FLOAT + config.copies)) + pooled * (8 + 2 * FLOAT)
 
 
 def copy_keys(config: PyramidionConfig, slots: int, how: Precision) -> int:

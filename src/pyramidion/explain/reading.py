@@ -205,10 +205,10 @@ def _copies(model: Any, kept: Any, read: Tensor, states: Tensor, written: Tensor
 
     read  [1 n] the mask of the source
     """
-    slots, steps = model.copier(states, kept.copy_states, kept.copy_shares)  # [1 t c], [1 t w]
-    whole = model.copier.mix(model.lm_head(states), slots, steps, kept.copy_tokens)  # [1 t v] logarithms
+    copying = model.copier(states, kept.copy_states, kept.copy_shares)
+    whole = copying.mix(model.lm_head(states), kept.copy_tokens)  # [1 t v] logarithms
     real = kept.copy_shares[0] > 0  # [c]
-    each = slots[0, :, real, None] * steps[0, :, None]  # [t c w]
+    each = copying.each[0, :, real]  # [t c w]
     same = kept.copy_tokens[0, real] == written[0, :, None, None]
     shares = torch.where(same, each, 0) / whole[0].gather(1, written[0, :, None])[:, :, None].exp()
     origins, _ = model.model.encoder.reach(kept.selections, read != 0)  # [1 c w]

@@ -89,7 +89,7 @@ def copying(explanation: Explanation) -> str:
     written = explanation.written
     words = [i for i in range(len(written)) if explanation.summary[written.start[i] : written.end[i]].strip()]
     copied = sum(explanation.copied(i).sum() >= 0.5 for i in words)
-    return f"{copied:,} of {len(words):,} words were copied from the memory, the rest written."
+    return f"{copied:,} of {len(words):,} words were copied from the text, the rest written."
 
 
 def bars(sections: Sequence[Passage], width: int) -> Table:

@@ -154,9 +154,9 @@ class Copy:
         """Turn logits [r v] for rows x [r d] into the logarithms of all probabilities."""
         e = self.width
         looked = self.look(x).unflatten(0, (len(self.tokens), -1))  # [b beams e+1+w]
-        copied = PyramidionCopier.attend(looked[..., :e], looked[..., e : e + 1], self.keys, self.shares)
-        ahead = PyramidionCopier.steps(looked[..., e + 1 :])
-        return PyramidionCopier.mix(logits.unflatten(0, looked.shape[:2]), copied, ahead, self.tokens).flatten(0, 1)
+        parts = looked[..., :e], looked[..., e : e + 1], looked[..., e + 1 :]
+        copying = PyramidionCopier.attend(*parts, self.keys, self.shares)
+        return copying.mix(logits.unflatten(0, looked.shape[:2]), self.tokens).flatten(0, 1)
 
 
 class Decoder:
