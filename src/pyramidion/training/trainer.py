@@ -33,7 +33,7 @@ PROGRESS = "progress.json"
 COUNT = "num_items_in_batch"
 LOWER_IS_BETTER = {"loss"}
 WHOLE_TARGET = 128  # where steps are recorded, targets are filled up to a multiple of it: few shapes, little padding
-LOADERS = {"cuda": 2}  # processes that lay out the next batches while a device computes; a CPU has other things to do
+LOADERS = {"cuda": 4}  # processes that lay out the next batches while a device computes; a CPU has other things to do
 
 Scoring = Callable[[nn.Module], dict[str, float]]
 Tell = Callable[[str], None]
