@@ -214,8 +214,9 @@ def test_a_replay_is_the_step(changes: dict[str, Any], half: bool):
     assert len(step.recordings) == 3
     for (wanted, grads), (loss, others) in zip(*found, strict=True):
         torch.testing.assert_close(loss, wanted, atol=1e-4, rtol=1e-3)
-        for name, grad in grads.items():
-            error = (others[name] - grad).norm() / grad.norm().clamp_min(1e-6)
+        whole = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        for name, grad in grads.items():  # some are 0 but for rounding, as that of a bias of keys
+            error = (others[name] - grad).norm() / torch.maximum(grad.norm(), 0.02 * whole)
             assert float(error) < (0.05 if half else 1e-3), (name, float(error))
 
 
