@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyramidion.bench import peers, report, rows
-from pyramidion.bench.models import Bench, manners, named
+from pyramidion.bench.models import COMPILED, Bench, named
 from pyramidion.bench.peers import Candidate
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import OUT_OF_MEMORY, Row, Sheet, Tell
@@ -163,7 +163,7 @@ def measure_case(case: Row, settings: Settings) -> Row:
     facts: Row = {"n": config.entering[0], "parameters": candidate.parameters()[0]}
     with rows.precision(case["dtype"]):
         if case["what"] == "train":
-            return facts | train_scaled(bench, case["tokens"], manners(settings.device, compiled=settings.compile))
+            return facts | train_scaled(bench, case["tokens"], ("", COMPILED) if settings.compile else ("",))
         usable, _ = peers.attentions(candidate)
         ways = {f"{way}, engine": partial(bench.write, way, case["tokens"], 1, "engine") for way in usable}
         return facts | rows.best_of(ways, settings.device)

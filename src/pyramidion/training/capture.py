@@ -84,7 +84,8 @@ class CapturedStep:
     def _record(self, inputs: dict[str, Tensor]) -> Recording:
         places = {name: value.clone() for name, value in inputs.items()}
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream), counted_on_device():
+        own: dict[str, Any] = {"stream": self.stream, "capture_error_mode": "thread_local"}  # others lay out batches
+        with torch.cuda.graph(graph, pool=self.pool, **own), counted_on_device():
             loss = self.step(dict(places)).detach()
         self.pool = graph.pool()
         return Recording(graph, places, loss)
