@@ -280,7 +280,7 @@ def sections(document: Mapping[str, Any]) -> Iterator[str]:
         f"in its best way; all ways that were tried stand at the end."
     )
     for (n, batch), found in shapes(document["rows"]).items():
-        table = report.markdown_table(pivot(found, settings), pivot_columns(settings))
+        table = report.markdown_table(pivot(found, settings), pivot_columns(measures(document["rows"])))
         yield f"## {n:,} tokens, batch {batch}\n\n{table}"
     yield f"## Models\n\n{report.markdown_table([_told(model) for model in document['models']], MODELS)}"
     yield f"## Every way tried\n\n{report.markdown_table(list(ways(document['rows'])), WAYS)}"
@@ -303,10 +303,15 @@ def shapes(found: Sequence[Row]) -> dict[tuple[int, int], list[Row]]:
     return parted
 
 
-def pivot_columns(settings: Mapping[str, Any]) -> tuple[Column, ...]:
+def measures(found: Sequence[Row]) -> list[str]:
+    """List what rows are about, those of an earlier run included, as it is always listed."""
+    return [what for what in MEASURES if any(row["measure"] == what for row in found)]
+
+
+def pivot_columns(measured: Sequence[str]) -> tuple[Column, ...]:
     """List the columns of one shape: for each thing measured its time, its ratio and its memory."""
     columns = [Column("model", "model")]
-    for what in settings["measures"]:
+    for what in measured:
         title = MEASURES[what]
         columns += [Column(what, f"{title}, ms", "3"), Column(f"{what}_ratio", "×", ".2f")]
         columns += [Column(f"{what}_gib", "GiB", "3")]
@@ -351,7 +356,7 @@ def figures(document: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     settings, found = document["settings"], document["rows"]
     batch, names = max((row["batch"] for row in found), default=0), in_order(found, settings)
     drawn = []
-    for what in settings["measures"]:
+    for what in measures(found):
         panels = {}
         for (n, size), part in shapes([row for row in found if row["measure"] == what]).items():
             if size == batch:
