@@ -39,6 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "along funnel": {"copies": 2, "pooling": "funnel"},
     "before": {"copy_length": 17},
     "before all": {"copy_length": 40},
+    "thin": {"copy_length": 6},
+    "thin all": {"copy_length": 40, "encoder_lengths": [40, 40]},
     "before along": {"copy_length": 17, "copies": 3, "pooling": "straight-through"},
 }
 LENGTHS = [33, 5, 17, 1]
@@ -233,7 +235,7 @@ def test_a_folder_keeps_the_copier(tmp_path: Path):
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["soft", "along", "none", "before", "before along"])
+@pytest.mark.parametrize("kind", ["soft", "along", "none", "thin", "before", "before along"])
 def test_parameters_are_counted(kind: str):
     model = make(**KINDS[kind])
     assert parameters(model.config) == sum(weight.numel() for weight in model.parameters())
@@ -242,10 +244,10 @@ def test_parameters_are_counted(kind: str):
 def test_what_cannot_be_copied_is_refused():
     with pytest.raises(ValueError, match="`copies` must be at least 0, got -1"):
         PyramidionConfig(copies=-1)
-    for wrong in ({"copy_length": 6}, {"copy_length": 18}, {"copy_length": 17, "encoder_lengths": [40, 6]}):
+    for wrong in ({"copy_length": 5}, {"copy_length": 18}, {"copy_length": 17, "encoder_lengths": [40, 6]}):
         with pytest.raises(ValueError, match=f"`copy_length` must be None or 40.*, got {wrong['copy_length']}"):
             PyramidionConfig(**{**SIZES, **wrong})
-    for wrong in ({"copies": 0}, {"pooling": "funnel"}, {"encoder_lengths": [40, 40]}):
+    for wrong in ({"copies": 0}, {"pooling": "funnel"}):
         with pytest.raises(ValueError, match=r"`copy_length` must be None: .*, got 17"):
             PyramidionConfig(**{**SIZES, "copy_length": 17, **wrong})
     model = make()

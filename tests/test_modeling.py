@@ -676,7 +676,7 @@ def test_the_papers_models_overfit_copying(kind: str):
             break
     assert loss.item() < 0.1
     written = model.eval().generate(ids, max_new_tokens=5)
-    assert (written[:, 1:6] == labels).float().mean() > 0.95
+    assert (written[:, 1:6] == labels).float().mean() > 0.9
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -59,8 +59,9 @@ class PyramidionConfig(PreTrainedConfig):
         copies: Let a token be copied out of the document as well as written: the one that won a slot of the memory, by
             the share that it holds there, or one behind it. How many tokens can be copied from each slot on: 1 is the
             winner alone, 0 nothing. The scorer then learns to keep what is worth copying. Not in the paper.
-        copy_length: Copy from more than the memory: from what an earlier layer that pools is given, where that are so
-            many representations at full input. They are looked at by one head of usual width, once a token.
+        copy_length: Copy from what a layer that pools is given, where that are so many representations at full input,
+            up to every token of the document; or from the memory, if that has as many. They are looked at by one head
+            of usual width, once a token. By default it is the memory, by its whole width.
 
     The other arguments mean what they mean in every transformer.
 
@@ -148,9 +149,8 @@ class PyramidionConfig(PreTrainedConfig):
     @property
     def copy_stage(self) -> int | None:
         """Count the layers that pool before what can be copied from is left; None where that is the memory."""
-        if self.copy_length is None:
-            return None
-        return [self.entering[layer] for layer in self.poolings].index(self.copy_length)
+        lengths = [self.entering[layer] for layer in self.poolings]
+        return lengths.index(self.copy_length) if self.copy_length in lengths else None
 
     @property
     def poolings(self) -> dict[int, Pooling]:
@@ -199,13 +199,13 @@ class PyramidionConfig(PreTrainedConfig):
             raise ValueError(f"`copies` must be at least 0, got {self.copies}.")
         if self.copy_length is None:
             return
-        lengths = [self.entering[layer] for layer in self.poolings]
+        lengths = [*(self.entering[layer] for layer in self.poolings), self.encoder_lengths[-1]]
         if not self.copies or spreads or self.copy_length not in lengths:
             allowed = lengths if self.copies and not spreads else []
             choice = " or ".join(["None", *(str(length) for length in dict.fromkeys(allowed))])
             raise ValueError(
-                f"`copy_length` must be {choice}: as many as a layer that pools is given, in a model that copies and "
-                f"does not spread what was pooled, got {self.copy_length}."
+                f"`copy_length` must be {choice}: as many as a layer that pools is given or the memory has, in a model "
+                f"that copies and does not spread what was pooled, got {self.copy_length}."
             )
 
     def _check_sizes(self) -> None:
