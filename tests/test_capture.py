@@ -238,6 +238,29 @@ def test_gradients_of_parts_are_summed():
 
 
 @pytest.mark.gpu
+def test_a_step_that_waits_is_told_of_and_done_as_it_stands(caplog: pytest.LogCaptureFixture):
+    model, plain = make().cuda(), make().cuda()
+
+    def waits(inputs: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = learner(model)(inputs)
+        assert float(loss) > 0  # the host asks
+        return loss
+
+    step = CapturedStep(waits, model.parameters())
+    for turn in range(4):
+        given = batch([64, 64], 64, 8, seed=turn, device="cuda")
+        for one in (model, plain):
+            one.zero_grad(set_to_none=True)
+        with counted_on_device():
+            wanted = learner(plain)(dict(given))
+        torch.testing.assert_close(step(given), wanted.detach(), atol=1e-5, rtol=1e-4)
+        for name, grad in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[name], grad, atol=1e-5, rtol=1e-3, msg=name)
+    assert not step.recordings
+    assert sum("Steps are not recorded any more" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.gpu
 def test_chance_goes_on_from_replay_to_replay():
     model = make(dropout=0.3).cuda()
     step = CapturedStep(learner(model), model.parameters())

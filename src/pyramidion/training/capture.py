@@ -1,5 +1,6 @@
 """A training step recorded once for each shape and then replayed: the host hands over one thing, not thousands."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pyramidion.attention.layout import counted_on_device
+
+logger = logging.getLogger(__name__)
 
 Step = Callable[[dict[str, Tensor]], Tensor]
 Key = tuple[tuple[str, torch.Size], ...]
@@ -34,9 +37,10 @@ class CapturedStep:
     """Do forward and backward as a CUDA graph: at the pace of the kernels, and not of whoever starts them.
 
     The first step of each shape is done as it stands, which also compiles what there is to compile; the second is
-    recorded, and from then on a step of that shape is a replay; beyond `MOST` shapes none is recorded any more. All
-    recordings share their memory, as only one is played at a time. Gradients are added to `.grad`, which may be None or
-    hold those of another part of a batch. Random numbers go on from replay to replay as they would from step to step.
+    recorded, and from then on a step of that shape is a replay. Beyond `MOST` shapes none is recorded any more, nor
+    where a step turns out to wait for the device, which is told. All recordings share their memory, as only one is
+    played at a time. Gradients are added to `.grad`, which may be None or hold those of another part of a batch. Random
+    numbers go on from replay to replay as they would from step to step.
 
     step     forward and backward of a dict of tensors on the device, to a loss; it must not wait for the device
     weights  what learns; others are not looked at
@@ -50,16 +54,29 @@ class CapturedStep:
         self.seen: set[Key] = set()
         self.recordings: dict[Key, Recording] = {}
         self.pool: Any = None
+        self.refused = False
 
     def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
         """Do one step: give the loss, and leave the gradients with the weights."""
         self._provide()
         key = tuple((name, value.shape) for name, value in sorted(inputs.items()))
         if key in self.seen and key not in self.recordings and len(self.recordings) < MOST:
-            self.recordings[key] = self._record(inputs)
+            self._try(key, inputs)
         self.seen.add(key)
         recording = self.recordings.get(key)
         return self._beside(inputs) if recording is None else recording.replay(inputs)
+
+    def _try(self, key: Key, inputs: dict[str, Tensor]) -> None:
+        """Record a step; one that cannot be recorded is told of, and no other is tried."""
+        if self.refused:
+            return
+        try:
+            self.recordings[key] = self._record(inputs)
+        except RuntimeError as error:
+            self.refused = True
+            reason = str(error).strip().partition("\n")[0]
+            logger.warning("Steps are not recorded any more, but done as they stand: %s", reason)
+            torch.cuda.synchronize(self.stream.device)
 
     def _provide(self) -> None:
         """Give weights without a gradient the one that recordings know, with zeros."""
@@ -73,12 +90,14 @@ class CapturedStep:
 
     def _beside(self, inputs: dict[str, Tensor]) -> Tensor:
         """Do the step on the stream of recordings: what autograd keeps there must not belong to another."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream), counted_on_device():
             loss = self.step(dict(inputs)).detach()
-        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        for tensor in (*inputs.values(), loss):
+        current.wait_stream(self.stream)
+        for tensor in inputs.values():  # who uses what another stream has made: it is not to be taken back too soon
             tensor.record_stream(self.stream)
+        loss.record_stream(current)
         return loss
 
     def _record(self, inputs: dict[str, Tensor]) -> Recording:
