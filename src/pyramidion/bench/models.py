@@ -214,11 +214,13 @@ def training_step(
         loss.backward()
         return loss
 
-    do = CapturedStep(learn, model.parameters()) if how == CAPTURED else learn
+    recorded = CapturedStep(learn, model.parameters()) if how == CAPTURED else None
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        do(batch)
+        (recorded or learn)(batch)
+        if recorded is not None and recorded.refused:
+            raise Skipped("its step waits for the device, and cannot be recorded")
         optimizer.step()
 
     return step
