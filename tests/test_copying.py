@@ -108,6 +108,23 @@ def test_what_can_be_copied_is_what_won(kind: str):
                 assert kept.copy_tokens[i, slot].tolist() == follow
 
 
+def test_a_thin_head_looks_at_normed_slots():
+    x = torch.randn(2, 5, 24)
+    copier = make(copy_length=17).copier
+    assert copier is not None
+    assert copier.norm is not None
+    assert copier.key is not None
+    with torch.no_grad():
+        copier.norm.weight.uniform_(0.5, 2)
+        copier.norm.bias.normal_()
+    normed = F.layer_norm(x, (24,), copier.norm.weight, copier.norm.bias)
+    assert copier.keys(x).shape == (2, 5, 8)  # one of three heads
+    torch.testing.assert_close(copier.keys(x), F.linear(normed, copier.key.weight, copier.key.bias))
+    wide = make().copier
+    assert wide is not None
+    assert wide.keys(x) is x
+
+
 def test_a_certain_copy_is_written():
     """With an open gate and a sharp query nothing but words of the document comes out."""
     model = make()
