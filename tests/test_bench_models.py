@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pyramidion import cli
 from pyramidion.bench import generate, length, measure, models, peers, rows, table
 from pyramidion.bench.peers import Candidate
-from pyramidion.presets import PRESETS
+from pyramidion.presets import DROPOUTS, PRESETS
 
 TINY = peers.names("tiny")
 
@@ -130,9 +130,16 @@ class TestPeers:
 
     def test_forms_differ_in_what_the_encoder_does(self):
         pyramidion, blockwise, full = (peers.scale_config("deep", form) for form in peers.FORMS)
-        assert blockwise.to_dict() == PRESETS["deep-blockwise"].config().to_dict()
-        assert pyramidion.to_dict() == PRESETS["deep-pyramidion"].config().to_dict()
+        inner = {"attention_dropout": 0.0, "activation_dropout": 0.0}
+        assert blockwise.to_dict() == PRESETS["deep-blockwise"].config().to_dict() | inner
+        assert pyramidion.to_dict() == PRESETS["deep-pyramidion"].config().to_dict() | inner
         assert (full.attention, full.encoder_lengths) == ("full", [8192] * 6)
+
+    def test_dropout_is_the_same_for_all_that_can_be_told(self):
+        described = [peers.candidate(name, "deep", 2048).describe() for name in peers.names("deep")]
+        rates = {one["model"]: [one[rate] for rate in DROPOUTS] for one in described}
+        assert rates.pop("longt5-local") == rates.pop("longt5-tglobal") == [0.1, 0.1, 0.1]
+        assert all(found == [0.1, 0.0, 0.0] for found in rates.values()), rates
 
 
 class TestRows:
@@ -345,6 +352,27 @@ class TestTable:
         for key, value in (("torch", "9"), ("device", "CPU, 99 cores"), ("commit", "unknown")):
             monkeypatch.setattr(measure, "machine", lambda device, changed={key: value}: {**machine, **changed})
             assert sheet_of(table, more, tmp_path, older=True).taken == 0
+
+    def test_parts_of_a_sheet_add_up(self, tmp_path, known_commit, no_clock):
+        def run(limit=None, **asked):
+            settings = quick(models, lengths=(256,), batches=(1,), limit=limit, **asked)
+            sheet = sheet_of(models, settings, tmp_path)
+            models.run(settings, sheet)
+            return sheet.document, rows.publish(models, sheet.document, tmp_path, sheet.stem)[0].read_text()
+
+        all_four = {"models": ("tiny-pyramidion", "led"), "measures": ("train", "encode")}
+        document, page = run(limit=1e-9, **all_four)
+        assert (document["left"], len(document["rows"])) == (4, 0)
+        assert "**Not complete**: 4 rows are left; the limit" in page
+        document, page = run(models=("led", "bart"), measures=("encode",))
+        assert [one["model"] for one in document["models"]] == ["tiny-pyramidion", "led", "bart"]
+        assert document["settings"]["models"] == ["tiny-pyramidion", "led", "bart"]
+        assert document["settings"]["measures"] == ["train", "encode"]
+        assert (document["left"], len(document["rows"])) == (3, 2)
+        assert "**Not complete**: 3 rows are left; a run for a part of them was the last." in page
+        document, page = run(**all_four)
+        assert (document["left"], document["open"], len(document["rows"])) == (0, [], 5)
+        assert "Not complete" not in page
 
     def test_an_unknown_commit_is_not_the_same_as_another(self, tmp_path, no_clock, monkeypatch):
         machine = {**measure.machine("cpu"), "commit": "unknown", "dirty": None}

@@ -261,8 +261,9 @@ def test_a_step_that_waits_is_told_of_and_done_as_it_stands(caplog: pytest.LogCa
 
 
 @pytest.mark.gpu
-def test_chance_goes_on_from_replay_to_replay():
-    model = make(dropout=0.3).cuda()
+@pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"pooling": "hard", "scorer": "random"}], ids=str)
+def test_chance_goes_on_from_replay_to_replay(changes: dict[str, Any]):
+    model = make(**changes).cuda()
     step = CapturedStep(learner(model), model.parameters())
     given = batch([64, 64], 64, 8, seed=0, device="cuda")
     losses = [float(step(given)) for _ in range(6)]

@@ -48,7 +48,17 @@ from pyramidion.attention import (
 from pyramidion.attention.heads import eager, received
 from pyramidion.attention.layout import shapes_decide
 from pyramidion.configuration_pyramidion import Pooling, PyramidionConfig
-from pyramidion.kernels.functions import activate, add, add_and_norm, add_norm, multiply, norm, stream, unwatched
+from pyramidion.kernels.functions import (
+    add,
+    add_and_norm,
+    add_norm,
+    embed,
+    multiply,
+    multiply_and_activate,
+    norm,
+    place,
+    unwatched,
+)
 from pyramidion.kernels.loss import linear_cross_entropy
 from pyramidion.pooling import Pooler, StridedPooler, make_pooler
 from pyramidion.topk import Selection, hard_topk
@@ -129,6 +139,16 @@ class PyramidionEmbedding(nn.Embedding):
         return super().forward(input_ids) * self.embedding_dim**0.5
 
 
+def enter(embedding: nn.Module, source: Tensor, **options: Any) -> Tensor:
+    """Embed tokens [...] for the first layer, or take vectors [... d]; the options are those of `place`."""
+    if source.is_floating_point():
+        return place(source, **options)
+    if type(embedding) is not PyramidionEmbedding or not unwatched(embedding):
+        return place(embedding(source), **options)
+    factor = embedding.embedding_dim**0.5
+    return embed(source, embedding.weight, padding=embedding.padding_idx, factor=factor, **options)
+
+
 def sinusoids(positions: Tensor, width: int) -> Tensor:
     """Encode positions [...] as sines and cosines [... width] of falling frequency, in float32."""
     half = width // 2
@@ -166,7 +186,8 @@ class PyramidionResidual(nn.Module):
         return self.rate if self.training else 0.0
 
 
-Change = Tensor | tuple[Tensor, Tensor | None]  # what a sublayer gives, or that without its bias, and the bias
+# What a sublayer gives: all of it; or that without its bias, the bias, and what it started from, for the sum.
+Change = Tensor | tuple[Tensor, Tensor | None, Tensor]
 Sublayer = Callable[[Tensor], tuple[Change, Any]]
 
 
@@ -177,14 +198,14 @@ def through(x: Tensor, *steps: tuple[PyramidionResidual, Sublayer], pre_norm: bo
     """
     extras = []
     normed = steps[0][0].norm(x) if pre_norm else x
-    for place, (residual, sublayer) in enumerate(steps):
+    for number, (residual, sublayer) in enumerate(steps):
         change, extra = sublayer(normed)
         extras.append(extra)
-        change, shift = change if isinstance(change, tuple) else (change, None)
+        change, shift, start = change if isinstance(change, tuple) else (change, None, normed)
         if not pre_norm:
-            x = normed = residual.norm.of_sum(x, change, shift, residual.dropout)
-        elif place + 1 < len(steps):
-            x, normed = steps[place + 1][0].norm.and_sum(x, change, shift, residual.dropout)
+            x = normed = residual.norm.of_sum(start, change, shift, residual.dropout)
+        elif number + 1 < len(steps):
+            x, normed = steps[number + 1][0].norm.and_sum(x, change, shift, residual.dropout)
         else:
             x = add(x, change, shift=shift, dropout=residual.dropout)
     return x, extras
@@ -209,11 +230,11 @@ class PyramidionFeedForward(nn.Module):
         self.dropout = config.activation_dropout
 
     def forward(self, x: Tensor, *, bare: bool = False) -> tuple[Change, None]:
-        """Transform x [... d]; `bare` leaves the bias of the last product to the caller, where that is faster."""
+        """Transform x [... d]; `bare` leaves the bias of the last product to the caller, and gives x too."""
         rate = self.dropout if self.training else 0.0
-        x, shift = multiply(self.widen, x, bare=self.relu)
-        x = activate(x, self.activation, relu=self.relu, shift=shift, dropout=rate)
-        return (multiply(self.narrow, x) if bare else self.narrow(x)), None
+        x, wide = multiply_and_activate(x, self.widen, self.activation, relu=self.relu, dropout=rate)
+        _, (out, shift) = multiply(wide, self.narrow, bare=bare)
+        return ((out, shift, x) if bare else out), None
 
 
 def attend_eagerly(
@@ -462,10 +483,10 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
         return front, Layout(lengths, self.config.packing, source.device)
 
     def _embed(self, tokens: Tensor, layout: Layout) -> Tensor:
-        x = tokens if tokens.is_floating_point() else self.embed_tokens(tokens)  # [B m d]
-        table = sinusoids(torch.arange(layout.n, device=x.device), self.config.hidden_size)  # [n d]
-        x = F.dropout(x + layout.positions(table.to(x.dtype)), self.config.dropout, self.training)
-        return x if self.config.pre_norm else stream(x)
+        table = sinusoids(torch.arange(layout.n, device=tokens.device), self.config.hidden_size)  # [n d]
+        places = layout.positions(torch.arange(1, layout.n + 1, device=tokens.device))  # [B m], 0 behind the end
+        options = {"dropout": self.config.dropout if self.training else 0.0, "narrow": not self.config.pre_norm}
+        return enter(self.embed_tokens, tokens, places=places, table=table, **options)  # [B m d]
 
     def _pool(
         self, pooler: Pooler | StridedPooler, x: Tensor, layout: Layout, weights: Tensor | None
@@ -639,31 +660,31 @@ class PyramidionDecoderAttention(nn.Module):
     ) -> tuple[Change, Tensor | None]:
         """Attend from x [b t d] to itself, or to the memory [b k d], which the cache then holds for good.
 
-        bare  leave the bias of the last product to the caller, where that is faster
+        bare  leave the bias of the last product to the caller, and give x too
         """
-        query = self._split(self.query(x))  # [b h t e]
-        key, value = self._look_back(x, cache) if memory is None else self._look_up(memory, cache)
+        own = (self.key, self.value) if memory is None else ()
+        x, query, *pair = self._project(x, self.query, *own)  # [b h t e]
+        key, value = self._look_back(pair[0], pair[1], cache) if memory is None else self._look_up(memory, cache)
         dropout = self.dropout if self.training else 0.0
         mixed, weights = attend(self, query, key, value, mask, dropout=dropout)  # [b t h e]
-        mixed = mixed.flatten(2)
-        return (multiply(self.out, mixed) if bare else self.out(mixed)), weights
+        _, (out, shift) = multiply(mixed.flatten(2), self.out, bare=bare)
+        return ((out, shift, x) if bare else out), weights
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [b h n e]
+    def _project(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        """Give x, and of each layer linear(x) parted into heads: [b h n e]."""
+        x, *heads = multiply(x, *linears)
+        return [x, *(product.unflatten(-1, (self.heads, -1)).transpose(1, 2) for product, _ in heads)]
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self._split(self.key(x)), self._split(self.value(x))
-
-    def _look_back(self, x: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
-        key, value = self._project(x)
+    def _look_back(self, key: Tensor, value: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
         return (key, value) if cache is None else cache.self_attention_cache.update(key, value, self.layer_idx)
 
     def _look_up(self, memory: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
-        if cache is None:
-            return self._project(memory)
-        kept = cache.cross_attention_cache
-        if not cache.is_updated.get(self.layer_idx):
-            kept.update(*self._project(memory), self.layer_idx)
+        kept = None if cache is None else cache.cross_attention_cache
+        if cache is None or kept is None or not cache.is_updated.get(self.layer_idx):
+            _, key, value = self._project(memory, self.key, self.value)
+            if cache is None or kept is None:
+                return key, value
+            kept.update(key, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
         return kept.layers[self.layer_idx].keys, kept.layers[self.layer_idx].values
 
@@ -732,16 +753,16 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
         if encoder_hidden_states is None:
             raise ValueError("`encoder_hidden_states` must be the memory [b k d], got None.")
         source = _one_of(input_ids, inputs_embeds)
-        x = source if source.is_floating_point() else self.embed_tokens(source)  # [b t d]
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
         past = past_key_values.self_attention_cache if isinstance(past_key_values, EncoderDecoderCache) else None
+        places = table = None
         if self.config.decoder_positions:
-            seen = 0 if past is None else past.get_seq_length()
-            positions = torch.arange(x.shape[1], device=x.device) + seen
-            x = x + sinusoids(positions, self.config.hidden_size).to(x.dtype)
-        x = F.dropout(x, self.config.dropout, self.training)
-        x = x if self.config.pre_norm else stream(x)
+            number = torch.arange(source.shape[1], device=source.device)
+            table = sinusoids(number + (0 if past is None else past.get_seq_length()), self.config.hidden_size)  # [t d]
+            places = (number + 1).expand(source.shape[:2])
+        options = {"dropout": self.config.dropout if self.training else 0.0, "narrow": not self.config.pre_norm}
+        x = enter(self.embed_tokens, source, places=places, table=table, **options)  # [b t d]
         mask = create_causal_mask(self.config, x, attention_mask, past)
         memory_mask = None if encoder_attention_mask is None else encoder_attention_mask[:, None, None] != 0
         for layer in self.layers:

@@ -92,7 +92,8 @@ class RandomScorer(nn.Module):
         """Draw scores [b n]."""
         row = torch.arange(x.shape[0], device=x.device).unsqueeze(1)  # [b 1]
         if self.training:
-            drawn = torch.randint(2**32, (), device="cpu")  # one number of the host: no device waits for it
+            recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()  # then the host's number would stay
+            drawn = torch.randint(2**32, (), device=x.device if recorded else "cpu")
             key = _mix(_mix(row) ^ drawn)
         else:
             key = torch.zeros_like(row) ^ (self.seed & MASK)

@@ -61,16 +61,18 @@ class SelfAttention(nn.Module):
         """Mix blocks x [B m d] -> [B m d], and the weights where `attend` gives them.
 
         attend  dot-product attention by any implementation, with the arguments of `eager`
-        bare    leave the bias of the last product to the caller, as `multiply` does
+        bare    leave the bias of the last product to the caller, and give x too, as `multiply` does
         """
-        query, key, value = self.project(x)  # [B m h e]
+        x, query, key, value = self.project(x)  # [B m h e]
         mixed, weights = self.mix(query, key, value, layout, attend)  # [B m h e]
-        mixed = mixed.flatten(2)
-        return (multiply(self.out, mixed) if bare else self.out(mixed)), weights
+        _, (out, shift) = multiply(mixed.flatten(2), self.out, bare=bare)
+        return ((out, shift, x) if bare else out), weights
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn x [B m d] into queries, keys and values [B m h e]."""
-        return self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Turn x [B m d] into queries, keys and values [B m h e]; give x, as `multiply` does, first."""
+        x, *heads = multiply(x, self.query, self.key, self.value)
+        query, key, value = (self.split(product) for product, _ in heads)
+        return x, query, key, value
 
     def split(self, x: Tensor) -> Tensor:
         """Part the width into heads: [B m d] -> [B m h e]."""

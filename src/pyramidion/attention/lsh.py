@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyramidion.attention.layout import Layout
 from pyramidion.attention.local import LocalHeads
+from pyramidion.kernels.functions import multiply
 from pyramidion.scoring import full_precision
 
 ALONE = -1e5  # added to a token's product with itself: chosen only where there is nothing else
@@ -47,11 +48,12 @@ class LSHAttention(LocalHeads):
         self.bucket, self.hashes, self.seed = bucket, hashes, seed
         del self.key  # the queries, at unit length
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turn x [B m d] into queries, the same at unit length as keys, and values [B m h e]."""
-        query = self.split(self.query(x))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Turn x [B m d] into queries, the same at unit length as keys, and values [B m h e]; x stands first."""
+        x, (query, _), (value, _) = multiply(x, self.query, self.value)
+        query, value = self.split(query), self.split(value)
         wide = torch.promote_types(query.dtype, torch.float32)  # in half precision a short query would vanish
-        return query, F.normalize(query.to(wide), dim=-1).to(query.dtype), self.split(self.value(x))
+        return x, query, F.normalize(query.to(wide), dim=-1).to(query.dtype), value
 
     def reach(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
         buckets = hashed(query, layout, self.bucket, self.rotations(query, layout))  # [B m h r]

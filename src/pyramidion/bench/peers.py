@@ -1,7 +1,9 @@
 """What is compared: our models and those of transformers that a user would pick instead, at matched size.
 
 All have random weights. A peer gets our width, layers, heads, feed-forward and vocabulary; windows and blocks are those
-of its own configuration at the deep size. Tables of positions are as long as the documents, and counted apart.
+of its own configuration at the deep size. Tables of positions are as long as the documents, and counted apart. Dropout
+is that of the peers' configurations for all: on what enters and what sublayers give, not within attention and
+feed-forward. LongT5 has one rate for everything.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import nn
 
 from pyramidion.configuration_pyramidion import PyramidionConfig
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
-from pyramidion.presets import preset
+from pyramidion.presets import DROPOUTS, preset
 
 SCALES = ("deep", "small", "tiny")
 FORMS = ("pyramidion", "blockwise", "full")  # ours, by what the encoder does
@@ -59,7 +61,7 @@ class Candidate:
             "class": self.kind.__name__,
             "parameters": every,
             "without_positions": matched,
-            "dropout": getattr(self.config, "dropout", None) or getattr(self.config, "dropout_rate", 0.0),
+            **{rate: getattr(self.config, rate, getattr(self.config, "dropout_rate", None)) for rate in DROPOUTS},
             "attentions": usable,
             "refused": refused,
         }
@@ -82,12 +84,12 @@ def attentions(candidate: Candidate) -> tuple[list[str], dict[str, str]]:
 
 def scale_config(scale: str, form: str = "pyramidion") -> PyramidionConfig:
     """Give our configuration of a size: deep, as in the paper, or small or tiny, for a CPU."""
-    name = f"{scale}-pyramidion"
+    name, inner = f"{scale}-pyramidion", {"attention_dropout": 0.0, "activation_dropout": 0.0}
     if form == "pyramidion":
-        return preset(name)
+        return preset(name, **inner)
     whole = preset(name).entering[:1] * len(preset(name).encoder_lengths)
     attention = "full" if form == "full" else "blockwise"
-    return preset(name, encoder_lengths=whole, scorer=None, attention=attention)
+    return preset(name, encoder_lengths=whole, scorer=None, attention=attention, **inner)
 
 
 # --------------------------------------------------------------------------------------------------------------------

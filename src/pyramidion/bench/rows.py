@@ -218,6 +218,9 @@ class Sheet:
     Rows of an earlier run of the same name, machine, versions and commit are taken over, not measured again; where the
     commit cannot be known, none are. With `older` those of other commits are too, and each row says its own; with
     `fresh` none are. `limit` is the seconds after which no further row is begun.
+
+    A run may ask for a part of what is on its sheet: settings that are lists, and lists of facts, are joined with the
+    earlier ones, and what was asked for and never measured stays `open`.
     """
 
     def __init__(
@@ -235,8 +238,10 @@ class Sheet:
         self.benchmark, self.settings = benchmark, dict(settings)
         self.facts: Row = {}
         same = [key for key in SAME if not (older and key in OF_COMMIT)]
-        self.rows: list[Row] = [] if fresh else self._earlier(report.slug(name), same)
-        self.taken, self.left, self.stopped = len(self.rows), 0, ""
+        self.earlier: Row = {} if fresh else self._earlier(report.slug(name), same)
+        self.rows: list[Row] = self.earlier.get("rows", [])
+        self.open: list[Row] = self.earlier.get("open", [])
+        self.taken, self.stopped = len(self.rows), ""
         self._began = perf_counter()
 
     @property
@@ -250,19 +255,26 @@ class Sheet:
         return {
             "machine": self.machine,
             "benchmark": self.benchmark,
-            "settings": self.settings,
+            "settings": _joined(self.earlier.get("settings", {}), self.settings),
             "left": self.left,
             "stopped": self.stopped,
-            **self.facts,
+            **_joined({name: self.earlier.get(name) for name in self.facts}, self.facts),
+            "open": self.open,
             "rows": self.rows,
         }
+
+    @property
+    def left(self) -> int:
+        """Count what was asked for and is not measured."""
+        return len(self.open)
 
     def fill(self, cases: Sequence[Row], work: Callable[[Row], Row], tell: Tell) -> None:
         """Measure every case that has no row yet, in order, until the time is over; a case is the key of its row."""
         with light_collection(), listening() as told:
             self._fill(cases, work, tell)
         self.facts["told"] = list(dict.fromkeys([*self.facts.get("told", ()), *told]))
-        self.left += sum(self.find(case) is None for case in cases)
+        asked = [*self.open, *(case for case in cases if case not in self.open)]
+        self.open = [case for case in asked if self.find(case) is None]
         tell(len(cases), len(cases), "")
 
     def _fill(self, cases: Sequence[Row], work: Callable[[Row], Row], tell: Tell) -> None:
@@ -299,15 +311,34 @@ class Sheet:
             self.stopped = f"the limit of {limit:g} s was reached: run again to go on"
         return bool(self.stopped)
 
-    def _earlier(self, name: str, same: Sequence[str]) -> list[Row]:
-        """Read the rows of the latest run that agrees in what must be the same."""
+    def _earlier(self, name: str, same: Sequence[str]) -> Row:
+        """Read the latest run that agrees in what must be the same."""
         pattern = f"{name}_{report.slug(self.machine['device'])}_????-??-??.json"
         for path in sorted(self.folder.glob(pattern), reverse=True):
             found = json.loads(path.read_text())
             like = all(found["machine"].get(key) == self.machine[key] for key in same)
             if like and self.machine["commit"] != "unknown" and found.get("benchmark") == self.benchmark:
-                return [{"commit": found["machine"]["commit"], **row} for row in found["rows"]]
-        return []
+                rows = [{"commit": found["machine"]["commit"], **row} for row in found["rows"]]
+                return {**found, "rows": rows}
+        return {}
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> Row:
+    """Join two descriptions: the second counts, but of a list, or of models by name, nothing of the first is lost."""
+    found = dict(second)
+    for name, value in second.items():
+        before = first.get(name)
+        if not (isinstance(value, list | tuple) and isinstance(before, list | tuple)):
+            continue
+        known = [_identity(one) for one in before]
+        newer = {known.index(_identity(one)): one for one in value if _identity(one) in known}
+        kept = [newer.get(place, one) for place, one in enumerate(before)]
+        found[name] = [*kept, *(one for one in value if _identity(one) not in known)]
+    return found
+
+
+def _identity(one: Any) -> Any:
+    return one.get("model", one) if isinstance(one, Mapping) else one
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -319,8 +350,9 @@ def publish(page: Page, document: Mapping[str, Any], folder: Path, stem: str) ->
     """Write the Markdown and, where matplotlib is there, the figures of what was measured."""
     drawn = page.figures(document, folder, stem) if can_draw() else []
     parts = list(page.sections(document))
-    if document["stopped"]:
-        parts.insert(0, f"**Not complete**: {document['left']} rows are left; {document['stopped']}.")
+    if document["stopped"] or document["left"]:
+        why = document["stopped"] or "a run for a part of them was the last"
+        parts.insert(0, f"**Not complete**: {document['left']} rows are left; {why}.")
     shown = "\n".join(f"![{path.stem.rpartition('_')[2]}]({path.name})" for path in drawn)
     note = f"Figures are not drawn, matplotlib is missing: `pyramidion bench draw {stem}.json` draws them."
     parts.insert(1, shown if can_draw() else note)

@@ -26,6 +26,11 @@ def relu_dropout(x: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
     return out
 
 
+def relu_backward(grad: Tensor, out: Tensor, of_bias: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Go back through out = relu(x + bias), whoever computed it: the gradients of x and of a bias of that precision."""
+    return _backward(grad, out, 0.0, of_bias)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def relu_dropout_forward(
     x, bias, out, seeds, rows, limit, growth,

@@ -5,6 +5,7 @@ What a linear layer gives may come without its bias (`multiply`), which is then 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,17 +86,63 @@ def activate(
     return F.dropout(activation(_shifted(x, shift)), dropout)
 
 
-def multiply(linear: nn.Module, x: Tensor, *, bare: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Give linear(x) and None; or, if `bare`, the product alone and its bias, where a kernel sums its gradient.
+Shifted = tuple[Tensor, Tensor | None]  # a product, and the bias that is still to be added
 
-    The functions above take both: what a bias learns costs them nothing, and torch a pass over the product's gradient.
-    Whoever replaced the layer, or looks on by a hook, has it called.
+
+def multiply(x: Tensor, *linears: Any, bare: bool = False) -> tuple[Any, ...]:
+    """Give x, for a residual connection to go on with, and of each layer linear(x) and None.
+
+    If `bare`, the product alone and its bias, where a kernel sums its gradient: the functions above take both, and what
+    a bias learns costs them nothing, and torch a pass over the product's gradient. Whoever replaced a layer, or looks
+    on by a hook, has it called.
     """
-    if bare and _fits(x) and type(linear) is nn.Linear and unwatched(linear):
-        bias = linear.bias
-        if bias is not None and bias.requires_grad and torch.is_grad_enabled() and linear.out_features % 8 == 0:
-            return F.linear(x, linear.weight), bias
-    return linear(x), None
+    if not _learns(x, *linears):
+        return x, *((linear(x), None) for linear in linears)
+    shifts = [linear.bias if bare and _hands_over(linear) else None for linear in linears]
+    biases = [linear.bias if shift is None else None for linear, shift in zip(linears, shifts, strict=True)]
+    if (half := _product_dtype(x, *linears)) is None:
+        outs = [F.linear(x, linear.weight, bias) for linear, bias in zip(linears, biases, strict=True)]
+    else:
+        from pyramidion.kernels import products
+
+        weighed = [(linear.weight, bias) for linear, bias in zip(linears, biases, strict=True)]
+        x, *outs = products.multiply(x, weighed, half)
+    return x, *zip(outs, shifts, strict=True)
+
+
+def multiply_and_activate(
+    x: Tensor, linear: Any, activation: Callable[[Tensor], Tensor], *, relu: bool, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Give x, as `multiply` does, and dropout(activation(linear(x)))."""
+    plain = relu and not dropout and _learns(x, linear) and _hands_over(linear)
+    if plain and (half := _product_dtype(x, linear)) is not None:
+        from pyramidion.kernels import products
+
+        x, activated = products.multiply(x, [(linear.weight, linear.bias)], half, relu=True)
+        return x, activated
+    x, (product, shift) = multiply(x, linear, bare=relu)
+    return x, activate(product, activation, relu=relu, shift=shift, dropout=dropout)
+
+
+def _learns(x: Tensor, *linears: Any) -> bool:
+    """Tell whether there are gradients to be spared: the layers are torch's own, and nobody looks on."""
+    own = all(type(linear) is nn.Linear and unwatched(linear) for linear in linears)
+    return own and torch.is_grad_enabled() and _fits(x)
+
+
+def _hands_over(linear: nn.Linear) -> bool:
+    """Tell whether a layer has a bias that learns, of a size that kernels take."""
+    return linear.bias is not None and linear.bias.requires_grad and linear.out_features % 8 == 0
+
+
+def _product_dtype(x: Tensor, *linears: nn.Linear) -> torch.dtype | None:
+    """Name the precision of products that sum their gradients themselves, if they can: a compiled graph has its own."""
+    if torch.compiler.is_compiling():
+        return None
+    kind = x.device.type
+    half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    fits = torch.is_autocast_enabled(kind) or all(linear.weight.dtype == x.dtype for linear in linears)
+    return half if fits else None
 
 
 def unwatched(module: nn.Module) -> bool:
@@ -108,6 +155,40 @@ def stream(x: Tensor) -> Tensor:
     """Give x in the precision in which `add_norm` hands it on: under autocast in half, where the kernels serve."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if served(x) and torch.is_autocast_enabled(kind) else x
+
+
+def embed(
+    tokens: Tensor,
+    weight: Tensor,
+    *,
+    padding: int | None,
+    factor: float,
+    places: Tensor | None,
+    table: Tensor | None,
+    dropout: float,
+    narrow: bool,
+) -> Tensor:
+    """Give dropout(weight[tokens] * factor + table[places - 1]) for tokens [...]: vectors [... d].
+
+    weight   [v d]  a vector for each token; that of `padding` learns nothing
+    places   [...]  the row of the table [n d] for each token, counted from 1: at 0 nothing is added
+    narrow   in the precision in which `add_norm` hands on
+    """
+    if _fits(weight):
+        from pyramidion.kernels import embedding
+
+        dtype = stream(weight[:0]).dtype if narrow else weight.dtype
+        return embedding.embed(tokens, weight, places, table, padding, factor, dropout, dtype)
+    x = F.embedding(tokens, weight, padding) * factor
+    return place(x, places=places, table=table, dropout=dropout, narrow=narrow)
+
+
+def place(x: Tensor, *, places: Tensor | None, table: Tensor | None, dropout: float, narrow: bool) -> Tensor:
+    """Do the same with the vectors x [... d] at hand."""
+    if places is not None and table is not None:
+        x = x + F.pad(table.to(x.dtype), (0, 0, 1, 0))[places]
+    x = F.dropout(x, dropout)
+    return stream(x) if narrow else x
 
 
 def _fits(x: Tensor) -> bool:

@@ -55,6 +55,11 @@ def add(x: Tensor, change: Tensor, shift: Tensor | None, dropout: float) -> Tens
     return out
 
 
+def drop_backward(grad: Tensor, seed: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
+    """Go back through dropout by that seed, to a gradient of that precision."""
+    return _add_backward(grad, seed, dropout, dtype, None)[0]
+
+
 def _half(x: Tensor) -> torch.dtype:
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -185,40 +190,42 @@ def _forward_fake(
 def _backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, change: Tensor | None, shift: Tensor | None, weight: Tensor,
     means: Tensor, spreads: Tensor, seed: Tensor | None, dropout: float, of_change: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Go back; x is the sum where there is no `change`; `of_change` is the precision of its gradient, if it has one."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Go back; x is the sum where there is no `change`; `of_change` is the precision of its gradient, if it has one.
+
+    The gradients of weight, bias and shift come together, [2 d] or [3 d], in float32.
+    """
     grad, x = grad.contiguous(), x.contiguous()
     grad_sum, change = (None if one is None else one.contiguous() for one in (grad_sum, change))
     d, rows = x.shape[-1], x.numel() // x.shape[-1]
-    grad_x, grad_change, _, _, of_shift = _backward_fake(
+    grad_x, grad_change, vectors = _backward_fake(
         grad, grad_sum, x, change, shift, weight, means, spreads, seed, dropout, of_change
     )
     programs = BACKWARD.programs(rows, 1, x.device)
-    sums = x.new_empty(2 if shift is None else 3, programs, d, dtype=torch.float32)
+    sums = vectors.new_empty(len(vectors), programs, d)
     launch(
         norm_backward, (programs,),
         grad, grad_sum, x, change, shift, weight, means, spreads, seed, grad_x, grad_change, sums,
         rows, threshold(dropout), scale(dropout), D=d, **BACKWARD.options(d // PARTS), ADDS=change is not None,
         SHIFTS=shift is not None, DROPS=seed is not None, KEEPS=grad_sum is not None, TWO=grad_change.numel() > 0,
     )  # fmt: skip
-    of_weight, of_bias = (one.sum(0).to(weight.dtype) for one in sums[:2])
-    return grad_x, grad_change, of_weight, of_bias, of_shift if shift is None else sums[2].sum(0).to(shift.dtype)
+    return grad_x, grad_change, torch.sum(sums, 1, out=vectors)
 
 
 def _backward_fake(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, change: Tensor | None, shift: Tensor | None, weight: Tensor,
     means: Tensor, spreads: Tensor, seed: Tensor | None, dropout: float, of_change: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     two = of_change is not None and (seed is not None or of_change != x.dtype)  # else one gradient serves both
     grad_change = torch.empty(x.shape if two else (0,), dtype=of_change or x.dtype, device=x.device)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    of_shift = weight.new_empty(0) if shift is None else torch.empty_like(shift)
-    return grad_x, grad_change, torch.empty_like(weight), torch.empty_like(weight), of_shift
+    return grad_x, grad_change, x.new_empty(2 if shift is None else 3, x.shape[-1], dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, change, shift, weight, _, seed, ctx.dropout, _, _, ctx.keeps_sum = inputs
+    x, change, shift, weight, bias, seed, ctx.dropout, _, _, ctx.keeps_sum = inputs
     ctx.of_change, ctx.shifts = None if change is None else change.dtype, shift is not None
+    ctx.vectors = [one.dtype for one in (weight, bias, shift) if one is not None]
     source = (output[1], None) if ctx.keeps_sum else (x, change)
     ctx.save_for_backward(*source, shift, weight, output[2], output[3], seed)
     ctx.mark_non_differentiable(*(() if ctx.keeps_sum else output[1:2]), *output[2:])
@@ -226,12 +233,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _grad(ctx: Any, backward: Any, grad: Tensor, grad_sum: Tensor, *_: Any) -> tuple[Any, ...]:
     arriving = grad, grad_sum if ctx.keeps_sum else None
-    grad_x, grad_change, of_weight, of_bias, of_shift = backward(
-        *arriving, *ctx.saved_tensors, ctx.dropout, ctx.of_change
-    )
+    grad_x, grad_change, vectors = backward(*arriving, *ctx.saved_tensors, ctx.dropout, ctx.of_change)
+    of_weight, of_bias, *of_shift = (one.to(dtype) for one, dtype in zip(vectors, ctx.vectors, strict=True))
     given = grad_change if grad_change.numel() else grad_x
     of_change = None if ctx.of_change is None else given
-    return grad_x, of_change, of_shift if ctx.shifts else None, of_weight, of_bias, *[None] * 5
+    return grad_x, of_change, of_shift[0] if ctx.shifts else None, of_weight, of_bias, *[None] * 5
 
 
 _normed = Operator(
