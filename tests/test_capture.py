@@ -243,7 +243,7 @@ def test_a_step_that_waits_is_told_of_and_done_as_it_stands(caplog: pytest.LogCa
 
     def waits(inputs: dict[str, Tensor]) -> Tensor:
         loss: Tensor = learner(model)(inputs)
-        assert float(loss) > 0  # the host asks
+        assert float(loss.detach()) > 0  # the host asks
         return loss
 
     step = CapturedStep(waits, model.parameters())
@@ -257,6 +257,15 @@ def test_a_step_that_waits_is_told_of_and_done_as_it_stands(caplog: pytest.LogCa
         for name, grad in gradients(plain).items():
             torch.testing.assert_close(gradients(model)[name], grad, atol=1e-5, rtol=1e-3, msg=name)
     assert not step.recordings
+    assert torch.rand(3, device="cuda").unique().numel() == 3  # chance goes on
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    held = torch.cuda.memory_allocated()
+    lent = torch.empty(1 << 20, device="cuda")
+    lent.record_stream(step.stream)
+    del lent
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")  # who asks for memory takes back what others are done with
+    assert torch.cuda.memory_allocated() == held
     assert sum("Steps are not recorded any more" in line for line in caplog.messages) == 1
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class CapturedStep:
         self.gradients = [torch.zeros_like(weight) for weight in self.weights]  # where every recording adds to
         self.seen: set[Key] = set()
         self.recordings: dict[Key, Recording] = {}
-        self.pool: Any = None
+        self.pool: Any = torch.cuda.graph_pool_handle()
         self.refused = False
 
     def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -70,13 +71,23 @@ class CapturedStep:
         """Record a step; one that cannot be recorded is told of, and no other is tried."""
         if self.refused:
             return
+        current = torch.cuda.current_stream(self.stream.device)
         try:
             self.recordings[key] = self._record(inputs)
         except RuntimeError as error:
+            self._give_up(current)
             self.refused = True
             reason = str(error).strip().partition("\n")[0]
             logger.warning("Steps are not recorded any more, but done as they stand: %s", reason)
-            torch.cuda.synchronize(self.stream.device)
+
+    def _give_up(self, current: torch.cuda.Stream) -> None:
+        """Put back what a recording takes and gives back only if it ends well: stream, memory and random numbers."""
+        torch.cuda.set_stream(current)
+        torch.cuda.synchronize(current.device)
+        with suppress(RuntimeError):  # it was given back after all
+            torch._C._cuda_endAllocateToPool(current.device.index, self.pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):  # at its end, chance is let go
+            torch.zeros(1, device=current.device)
 
     def _provide(self) -> None:
         """Give weights without a gradient the one that recordings know, with zeros."""
@@ -106,5 +117,4 @@ class CapturedStep:
         own: dict[str, Any] = {"stream": self.stream, "capture_error_mode": "thread_local"}  # others lay out batches
         with torch.cuda.graph(graph, pool=self.pool, **own), counted_on_device():
             loss = self.step(dict(places)).detach()
-        self.pool = graph.pool()
         return Recording(graph, places, loss)
