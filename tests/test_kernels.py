@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
-from pyramidion.kernels import embedding, feed_forward, functions, products, residual, tiles
+from pyramidion.kernels import direction, embedding, feed_forward, functions, products, residual, tiles
 from pyramidion.kernels.chance import scale, threshold
 from pyramidion.kernels.launching import unplanned
 from pyramidion.kernels.tiles import Tiling
@@ -26,7 +26,7 @@ TILINGS = ("FORWARD", "BACKWARD", "ADD_FORWARD", "ADD_BACKWARD")
 
 def tile_by(monkeypatch: pytest.MonkeyPatch, *tiling: int) -> None:
     """Let all kernels go through rows in another way."""
-    for module, name in product((residual, feed_forward, embedding), TILINGS):
+    for module, name in product((residual, feed_forward, embedding, direction), TILINGS):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, Tiling(*tiling))
 
@@ -456,6 +456,26 @@ def test_a_token_that_does_not_exist_is_no_number() -> None:
             torch.tensor([[1, token]], device=DEVICE), weight, None, None, 0, 1.0, 0.0, weight.dtype
         )
         assert found.isnan().any(2).tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "d"), [((1, 1), 8), ((2, 37), 24), ((3, 5), 1000)])
+def test_a_direction_scores_as_torch_does(shape: tuple[int, int], d: int, dtype: torch.dtype) -> None:
+    leaves = [torch.randn(*size, device=DEVICE) for size in ((*shape, d), (1, d), (1,))]
+    leaves[0] = leaves[0].to(dtype)
+    along = torch.randn(*shape, device=DEVICE)
+
+    def by_torch(inputs: Inputs) -> Inputs:
+        x, weight, bias = inputs
+        return [F.linear(x.to(weight.dtype), weight, bias).squeeze(-1)]
+
+    want = both_ways([one.double().cpu() for one in leaves], [along.cpu()], by_torch)
+    plain = both_ways(leaves, [along], by_torch)
+    found = both_ways(leaves, [along], lambda inputs: [direction.score(*inputs)])
+    for name, *three in zip(("scores", "x", "weight", "bias"), found, want, plain, strict=True):
+        near(*three, name)
+    cut = leaves[0][:, : max(1, shape[1] // 2)]  # whoever asks for a part of a document
+    torch.testing.assert_close(direction.score(cut, *leaves[1:]), by_torch([cut, *leaves[1:]])[0])
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pyramidion.kernels.functions import score
+
 
 class LinearScorer(nn.Module):
     """Score by a learned direction, S(e) = e·w + b: the paper's choice (section 3.1)."""
@@ -27,7 +29,7 @@ class LinearScorer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, received: Tensor | None = None) -> Tensor:
         """Score x [b n d] -> [b n]."""
         with full_precision(x):
-            return _affine(self.linear, x).squeeze(-1)  # [b n]
+            return score(x, self.linear.weight, self.linear.bias)  # [b n]
 
 
 class NonlinearScorer(nn.Module):

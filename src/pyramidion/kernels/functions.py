@@ -191,6 +191,16 @@ def place(x: Tensor, *, places: Tensor | None, table: Tensor | None, dropout: fl
     return stream(x) if narrow else x
 
 
+def score(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Give x·weight + bias for x [... d], a weight [1 d] and a bias [1]: [...], in at least float32."""
+    if _fits(x):
+        from pyramidion.kernels import direction
+
+        return direction.score(x, weight, bias)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide), bias.to(wide)).squeeze(-1)
+
+
 def _fits(x: Tensor) -> bool:
     """Tell whether the kernels of norms serve x: they take 8 numbers at a time."""
     return served(x) and x.shape[-1] % 8 == 0
