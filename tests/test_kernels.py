@@ -288,6 +288,39 @@ def test_a_layer_learns_as_before(pre_norm: bool, activation: str, everywhere: l
         torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.parametrize("options", [{}, {"pre_norm": True, "decoder_positions": True, "copies": 1}], ids=str)
+def test_a_model_learns_as_before(options: dict[str, Any], everywhere: list[bool]) -> None:
+    """Embedding, products, residual connections and scorers of a whole model: its loss and all its gradients."""
+    pytest.importorskip("transformers")
+    from pyramidion import PyramidionConfig, PyramidionForConditionalGeneration
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    lengths = {"input_length": 24, "encoder_lengths": [24, 12, 6], "block_size": 8, "decoder_layers": 2}
+    rates = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    config = PyramidionConfig(**sizes, **lengths, **rates, **options)
+    model = PyramidionForConditionalGeneration(config).to(DEVICE).train()
+    ids = torch.randint(3, 40, (3, 24), device=DEVICE)
+    mask = torch.arange(24, device=DEVICE) < torch.tensor([[24], [5], [17]], device=DEVICE)
+    labels = torch.randint(3, 40, (3, 7), device=DEVICE)
+
+    def learn(dtype: torch.dtype) -> dict[str, Tensor]:
+        model.to(dtype).zero_grad()
+        loss = model(input_ids=ids, attention_mask=mask.long(), labels=labels).loss
+        loss.backward()
+        grads = {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
+        return {"loss": loss.detach().float(), **grads}
+
+    want = learn(torch.float64)
+    assert not everywhere
+    found = learn(torch.float32)
+    assert len(everywhere) > 8
+    assert (
+        found.keys() == want.keys() >= {"loss", "model.shared.weight", "model.encoder.poolers.1.scorer.linear.weight"}
+    )
+    for name, one in want.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_who_looks_on_or_replaces_sees_the_whole_layer(everywhere: list[bool]) -> None:
     made = layer(False)
     want = learned(made)
