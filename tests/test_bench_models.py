@@ -374,6 +374,27 @@ class TestTable:
         assert (document["left"], document["open"], len(document["rows"])) == (0, [], 5)
         assert "Not complete" not in page
 
+    def test_what_is_computed_from_all_rows_is_not_joined(self):
+        first = {
+            "names": ["a"],
+            "models": [{"model": "a", "x": 1}],
+            "times": [{"what": "train", "s": 1}],
+            "n": {"a": 1},
+        }
+        second = {
+            "names": ["b"],
+            "models": [{"model": "a", "x": 2}],
+            "times": [{"what": "train", "s": 2}],
+            "n": {"b": 2},
+        }
+        assert rows._joined(first, second) == {
+            "names": ["a", "b"],
+            "models": [{"model": "a", "x": 2}],
+            "times": [{"what": "train", "s": 2}],
+            "n": {"a": 1, "b": 2},
+        }
+        assert rows._joined({}, second) == second
+
     def test_an_unknown_commit_is_not_the_same_as_another(self, tmp_path, no_clock, monkeypatch):
         machine = {**measure.machine("cpu"), "commit": "unknown", "dirty": None}
         monkeypatch.setattr(measure, "machine", lambda device: machine)

@@ -324,21 +324,28 @@ class Sheet:
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> Row:
-    """Join two descriptions: the second counts, but of a list, or of models by name, nothing of the first is lost."""
+    """Join two descriptions: the second counts, but of a list, of models and of names nothing of the first is lost.
+
+    Lists of anything else were computed from all rows, and are the second's alone.
+    """
     found = dict(second)
     for name, value in second.items():
         before = first.get(name)
-        if not (isinstance(value, list | tuple) and isinstance(before, list | tuple)):
-            continue
-        known = [_identity(one) for one in before]
-        newer = {known.index(_identity(one)): one for one in value if _identity(one) in known}
-        kept = [newer.get(place, one) for place, one in enumerate(before)]
-        found[name] = [*kept, *(one for one in value if _identity(one) not in known)]
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            found[name] = {**before, **value}
+        elif isinstance(value, list | tuple) and isinstance(before, list | tuple) and all(map(_told, value)):
+            kept = {_identity(one): one for one in before if _told(one)}
+            found[name] = list((kept | {_identity(one): one for one in value}).values())
     return found
 
 
+def _told(one: Any) -> bool:
+    """Tell whether an entry says by itself what it is about."""
+    return not isinstance(one, Mapping) or "model" in one
+
+
 def _identity(one: Any) -> Any:
-    return one.get("model", one) if isinstance(one, Mapping) else one
+    return one["model"] if isinstance(one, Mapping) else one
 
 
 # --------------------------------------------------------------------------------------------------------------------
