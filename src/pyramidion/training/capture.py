@@ -86,8 +86,12 @@ class CapturedStep:
         torch.cuda.synchronize(current.device)
         with suppress(RuntimeError):  # it was given back after all
             torch._C._cuda_endAllocateToPool(current.device.index, self.pool)
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):  # at its end, chance is let go
+        with self._capture(torch.cuda.CUDAGraph()):  # at its end, chance is let go
             torch.zeros(1, device=current.device)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, **options: Any) -> torch.cuda.graph:
+        """Capture what this thread launches; others, which lay out batches, may go on."""
+        return torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local", **options)
 
     def _provide(self) -> None:
         """Give weights without a gradient the one that recordings know, with zeros."""
@@ -114,7 +118,6 @@ class CapturedStep:
     def _record(self, inputs: dict[str, Tensor]) -> Recording:
         places = {name: value.clone() for name, value in inputs.items()}
         graph = torch.cuda.CUDAGraph()
-        own: dict[str, Any] = {"stream": self.stream, "capture_error_mode": "thread_local"}  # others lay out batches
-        with torch.cuda.graph(graph, pool=self.pool, **own), counted_on_device():
+        with self._capture(graph, pool=self.pool), counted_on_device():
             loss = self.step(dict(places)).detach()
         return Recording(graph, places, loss)
