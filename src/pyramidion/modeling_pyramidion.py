@@ -139,8 +139,13 @@ class PyramidionEmbedding(nn.Embedding):
         return super().forward(input_ids) * self.embedding_dim**0.5
 
 
-def enter(embedding: nn.Module, source: Tensor, **options: Any) -> Tensor:
-    """Embed tokens [...] for the first layer, or take vectors [... d]; the options are those of `place`."""
+def enter(
+    side: "PyramidionEncoder | PyramidionDecoder", source: Tensor, table: Tensor | None, places: Tensor | None
+) -> Tensor:
+    """Embed tokens [...] for the first layer, or take vectors [... d]; table and places are those of `embed`."""
+    rate, narrow = side.config.dropout if side.training else 0.0, not side.config.pre_norm
+    options: dict[str, Any] = {"table": table, "places": places, "dropout": rate, "narrow": narrow}
+    embedding = side.embed_tokens
     if source.is_floating_point():
         return place(source, **options)
     if type(embedding) is not PyramidionEmbedding or not unwatched(embedding):
@@ -485,8 +490,7 @@ class PyramidionEncoder(PyramidionPreTrainedModel):
     def _embed(self, tokens: Tensor, layout: Layout) -> Tensor:
         table = sinusoids(torch.arange(layout.n, device=tokens.device), self.config.hidden_size)  # [n d]
         places = layout.positions(torch.arange(1, layout.n + 1, device=tokens.device))  # [B m], 0 behind the end
-        options = {"dropout": self.config.dropout if self.training else 0.0, "narrow": not self.config.pre_norm}
-        return enter(self.embed_tokens, tokens, places=places, table=table, **options)  # [B m d]
+        return enter(self, tokens, table, places)  # [B m d]
 
     def _pool(
         self, pooler: Pooler | StridedPooler, x: Tensor, layout: Layout, weights: Tensor | None
@@ -679,12 +683,12 @@ class PyramidionDecoderAttention(nn.Module):
         return (key, value) if cache is None else cache.self_attention_cache.update(key, value, self.layer_idx)
 
     def _look_up(self, memory: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
-        kept = None if cache is None else cache.cross_attention_cache
-        if cache is None or kept is None or not cache.is_updated.get(self.layer_idx):
+        if cache is None:
             _, key, value = self._project(memory, self.key, self.value)
-            if cache is None or kept is None:
-                return key, value
-            kept.update(key, value, self.layer_idx)
+            return key, value
+        kept = cache.cross_attention_cache
+        if not cache.is_updated.get(self.layer_idx):
+            kept.update(*self._project(memory, self.key, self.value)[1:], self.layer_idx)
             cache.is_updated[self.layer_idx] = True
         return kept.layers[self.layer_idx].keys, kept.layers[self.layer_idx].values
 
@@ -761,8 +765,7 @@ class PyramidionDecoder(PyramidionPreTrainedModel):
             number = torch.arange(source.shape[1], device=source.device)
             table = sinusoids(number + (0 if past is None else past.get_seq_length()), self.config.hidden_size)  # [t d]
             places = (number + 1).expand(source.shape[:2])
-        options = {"dropout": self.config.dropout if self.training else 0.0, "narrow": not self.config.pre_norm}
-        x = enter(self.embed_tokens, source, places=places, table=table, **options)  # [b t d]
+        x = enter(self, source, table, places)  # [b t d]
         mask = create_causal_mask(self.config, x, attention_mask, past)
         memory_mask = None if encoder_attention_mask is None else encoder_attention_mask[:, None, None] != 0
         for layer in self.layers:

@@ -275,12 +275,11 @@ def sections(document: Mapping[str, Any]) -> Iterator[str]:
     settings = document["settings"]
     yield (
         f"Random weights, matched size. Training step: forward, backward and fused AdamW, {settings['target']} tokens "
-        f"of target, {_precision(settings)}, the same dropout for all (LongT5's also within attention). Encoding: "
-        f"without gradient. Greedy and beam 2: {settings['tokens']} tokens, always that many, encoding included; ours "
-        f"through its engine, peers through `generate`. The same documents for all, full ones without padding; medians "
-        f"after a warm-up. × is the "
-        f"time over that of {settings['scale']}-pyramidion, GiB the peak with weights and optimizer. Each model counts "
-        f"in its best way; all ways that were tried stand at the end."
+        f"of target, {_precision(settings)}, the same dropout for all (LongT5's also within attention and "
+        f"feed-forward). Encoding: without gradient. Greedy and beam 2: {settings['tokens']} tokens, always that many, "
+        f"encoding included; ours through its engine, peers through `generate`. The same documents for all, full ones "
+        f"without padding; medians after a warm-up. × is the time over that of {settings['scale']}-pyramidion, GiB the "
+        f"peak with weights and optimizer. Each model counts in its best way; all ways tried stand at the end."
     )
     for (n, batch), found in shapes(document["rows"]).items():
         table = report.markdown_table(pivot(found, settings), pivot_columns(measures(document["rows"])))

@@ -83,7 +83,7 @@ def attentions(candidate: Candidate) -> tuple[list[str], dict[str, str]]:
 
 
 def scale_config(scale: str, form: str = "pyramidion") -> PyramidionConfig:
-    """Give our configuration of a size: deep, as in the paper, or small or tiny, for a CPU."""
+    """Give our configuration of a size, with the peers' dropout: deep, as in the paper, or small or tiny, for a CPU."""
     name, inner = f"{scale}-pyramidion", {"attention_dropout": 0.0, "activation_dropout": 0.0}
     if form == "pyramidion":
         return preset(name, **inner)

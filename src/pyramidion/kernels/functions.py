@@ -86,9 +86,6 @@ def activate(
     return F.dropout(activation(_shifted(x, shift)), dropout)
 
 
-Shifted = tuple[Tensor, Tensor | None]  # a product, and the bias that is still to be added
-
-
 def multiply(x: Tensor, *linears: Any, bare: bool = False) -> tuple[Any, ...]:
     """Give x, for a residual connection to go on with, and of each layer linear(x) and None.
 
