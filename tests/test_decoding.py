@@ -62,7 +62,32 @@ def assert_same_logits(plain: Decoder, one: FusedDecoder, steps: int = 2, tolera
 @pytest.mark.parametrize("family", ["transpooler", "pre_norm", "positions"])
 @torch.inference_mode()
 def test_the_logits_are_those_of_single_operations(family: str):
-    assert_same_logits(*make_decoders(make_model(family)))
+    """Gains, offsets and biases are not trivial, so that folding them the wrong way shows."""
+    model = make_model(family)
+    for name, weight in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            weight.uniform_(0.5, 2)
+    assert_same_logits(*make_decoders(model))
+
+
+@torch.inference_mode()
+def test_folding_is_exact():
+    """Two products with a norm between them, against the same in double precision; a mean that is not 0 included."""
+    from pyramidion.kernels.decoding import Fold
+
+    d, out = 12, 7
+    drawn = torch.Generator().manual_seed(0)
+    leave, norm, enter = (
+        [torch.randn(*size, generator=drawn, dtype=torch.float64) for size in sizes]
+        for sizes in ([(d, d), (d,)], [(d,), (d,)], [(out, d), (out,)])
+    )
+    x, found = (torch.randn(5, d, generator=drawn, dtype=torch.float64) + 3 for _ in range(2))
+    stream = x + found @ leave[0].T + leave[1]
+    expected = torch.nn.functional.layer_norm(stream, (d,), *norm, eps=1e-5) @ enter[0].T + enter[1]
+    own, mixed, carried, shift = Fold.of([tuple(leave)] * 2, [tuple(norm)] * 2, [tuple(enter)] * 2).layers()[1]
+    raw = x @ own.T + found @ mixed.T + carried
+    given = raw / (stream.var(1, correction=0, keepdim=True) + 1e-5).sqrt() + shift
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)  # folded in single precision at least
 
 
 @torch.inference_mode()
@@ -83,6 +108,14 @@ def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
     plain, one = make_decoders(make_shallow(num_attention_heads=2), beams=beams)
     assert_same_logits(plain, one)
     assert one.launcher.split == 2  # of 11 representations; the second has none of the first document
+
+
+@torch.inference_mode()
+def test_heads_three_times_a_power_of_two_are_taken_in_pieces():
+    from pyramidion.kernels import decoding
+
+    assert [decoding._pieces(width) for width in (96, 48, 64, 24, 80)] == [(3, 32), (3, 16), (1, 64), (1, 32), (1, 128)]
+    assert_same_logits(*make_decoders(make_shallow(hidden_size=96, num_attention_heads=2)))
 
 
 @torch.inference_mode()

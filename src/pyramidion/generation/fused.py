@@ -4,15 +4,18 @@ Where the likeliest token is taken and nothing else is asked, a launch takes it.
 search chooses as ever.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyramidion.generation.search import Greedy, Search
-from pyramidion.generation.step import Decoder, compute_dtype
+from pyramidion.generation.step import Block, Decoder, compute_dtype
 from pyramidion.kernels import launching
 from pyramidion.modeling_pyramidion import PyramidionForConditionalGeneration
+
+if TYPE_CHECKING:
+    from pyramidion.kernels.decoding import Fold
 
 HALF = (torch.bfloat16, torch.float16)
 ROWS, KEYS, ALL = 32, 1024, 16384  # texts at once, keys of each, and of all together: seen to be faster on an H200
@@ -49,9 +52,25 @@ class FusedDecoder(Decoder):
         self.launcher = Launcher(
             search.running, search.origin, search.position, len(self.head),
             d=config.hidden_size, heads=self.heads, inner=config.intermediate_size, dtype=self.dtype,
-            eps=float(self.blocks[0].residuals[0].norm.eps), pre=self.pre,
+            eps=float(self.blocks[0].residuals[0].norm.eps),
         )  # fmt: skip
+        self.fold = self._fold()
         self.result = torch.zeros(self.launcher.rows, len(self.head), dtype=self.dtype, device=model.device)
+
+    def refresh(self, model: PyramidionForConditionalGeneration) -> None:
+        super().refresh(model)
+        for kept, new in zip(self.fold, self._fold(), strict=True):
+            kept.copy_(new)
+
+    def _fold(self) -> "Fold":
+        """Fold what leads from each layer's own past to the queries of its memory."""
+        from pyramidion.kernels.decoding import Fold
+
+        return Fold.of(
+            [block.attention_out.tensors() for block in self.blocks],
+            [_norms(block)[1 if self.pre else 0] for block in self.blocks],
+            [block.cross.tensors() for block in self.blocks],
+        )
 
     def step(self, length: int) -> None:
         if not self._takes():
@@ -76,26 +95,32 @@ class FusedDecoder(Decoder):
         return isinstance(self.search, Greedy) and not more
 
     def _layers(self, length: int) -> tuple[Tensor, Tensor]:
-        """Launch all layers, and give the norm that is left to do."""
+        """Launch all layers, and give the norm that is left to do.
+
+        Before a sublayer (`pre`) its own norm is taken, and it is added to the stream itself. Else what the sublayer
+        before it has left is normalised first, and it is added to that.
+        """
         launcher, mask = self.launcher, None if self.mask is None else self.mask[:, 0, 0]
         launcher.embed(self.embed.weight.detach(), self.table, self.growth, torch.float32 if self.pre else self.dtype)
         norm: tuple[Tensor, Tensor] | None = None
-        for block, cache, memory in zip(self.blocks, self.cache, self.memory, strict=True):
-            own, cross, dense = (_pair(residual.norm) for residual in block.residuals)
-            product = block.attention
-            launcher.enter(own if self.pre else norm, product.weight, product.bias, launcher.query, cache=cache)
-            launcher.attend(cache[0], cache[1], length=length)
-            launcher.gather(block.attention_out.weight, block.attention_out.bias)
-            launcher.enter(cross if self.pre else own, block.cross.weight, block.cross.bias, launcher.query)
-            launcher.attend(memory[0], memory[1], mask=mask)
-            launcher.gather(block.cross_out.weight, block.cross_out.bias)
-            product = block.widen
-            launcher.enter(dense if self.pre else cross, product.weight, product.bias, launcher.hidden, relu=True)
-            launcher.narrow(block.narrow.weight, block.narrow.bias)
+        for block, cache, memory, fold in zip(self.blocks, self.cache, self.memory, self.fold.layers(), strict=True):
+            own, cross, dense = _norms(block)
+            added = (None, None, None) if self.pre else (norm, own, cross)
+            launcher.enter(own if self.pre else norm, *block.attention.tensors(), cache, fold, bare=self.pre)
+            launcher.look_back(cache[0], cache[1], length)
+            launcher.gather(added[0], *block.attention_out.tensors(), fold.mixed)
+            launcher.look_up(memory[0], memory[1], fold.shift, mask)
+            launcher.gather(added[1], *block.cross_out.tensors())
+            launcher.widen(dense if self.pre else cross, *block.widen.tensors())
+            launcher.narrow(added[2], *block.narrow.tensors())
             norm = dense
         last = norm if self.norm is None else _pair(self.norm)
         assert last is not None
         return last
+
+
+def _norms(block: Block) -> list[tuple[Tensor, Tensor]]:
+    return [_pair(residual.norm) for residual in block.residuals]
 
 
 def _pair(norm: Any) -> tuple[Tensor, Tensor]:

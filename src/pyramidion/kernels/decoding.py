@@ -1,18 +1,29 @@
 """A decoder's next token in few launches: a product with all that stands before and behind it is one kernel.
 
 At a few rows a product only has to stream its weights, which takes less time than a chain of kernels takes to hand its
-numbers on. So there are eight launches a layer, and each one begins while the one before it computes: it fetches its
-weights, and keys that are there already, and waits only then for what it multiplies them by (`AHEAD`).
+numbers on. So there are seven launches a layer, and each one begins while the one before it computes: it fetches its
+weights, and what was written two launches ago, and waits only then for the rest (`AHEAD`).
 
-    embed | norm, queries keys values | attend | out | norm, queries | attend | out | norm, widen | narrow | ... | head
+    embed | norm, queries keys values | attend | out, queries | attend | out | norm, widen | narrow | ... | head
 
-The stream, the sum of all sublayers so far, is float32; every other number is as wide as the weights. Where a sublayer
-is entered by a norm, and this is what it is added to, the norm is not stored: its mean and spread are, and whoever adds
-computes it again. Rows are texts: the beams of a document one after the other. Products are taken as weight @ x, since
-the tensor cores take 8 columns, but no fewer than 16 rows.
+Out of an attention and to the queries of the next one is one launch, although a norm stands between the two. With x
+what the attention was entered with and a what it found, the stream becomes s = x + out(a), and queries are taken of
+
+    norm(s) = gain * (s - mean) / spread + offset
+
+All of it is linear but the spread, one number a row. Let `own` be the weight of the queries times the gain, less the
+mean of each of its rows, and `mixed` = own @ out. Then own @ x + mixed @ a are the queries, lacking only the spread and
+what the offset gives: who reads them adds that, since the spread is known by then (`Fold`). own @ x is computed beside
+the first attention's queries, keys and values.
+
+The stream, the sum of all sublayers so far, is float32; every other number is as wide as the weights. Who writes some
+of its columns notes their moments, from which who normalises finds mean and spread without reading a whole row. Rows
+are texts: the beams of a document one after the other. Products are taken as weight @ x, since the tensor cores take 8
+columns, but no fewer than 16 rows.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +38,9 @@ NONE = tl.constexpr(2147483647)  # a token that comes after all others
 ROWS = 8  # that a program multiplies
 COLUMNS, HEAD = 1024, 128  # widest stream, widest head
 FEW, MANY = 16, 32  # columns of a product that a program computes at once
-TOKENS, CHUNK = 64, 128  # logits that a program computes, from so many columns at once
+TOKENS, CHUNK = 32, 128  # logits that a program computes, from so many columns at once
+HELD = 3  # such pieces that it asks for before it waits
+ATTENDING, LEAVING = 192, 128  # registers of a thread: a program that leaves an attention finds room beside one in it
 KEYS = 256  # that a program asks for before it waits, where it has a multiprocessor to itself
 
 
@@ -74,40 +87,70 @@ def times(weight, x):
 
 
 @triton.jit
-def join_parts(mean, spread, count, other_mean, other_spread, other_count):
-    """Give mean, summed squares around it and count of two sets of numbers together."""
-    both, apart = count + other_count, other_mean - mean
-    share = other_count / tl.maximum(both, 1.0)
-    return mean + apart * share, spread + other_spread + apart * apart * count * share, both
+def note(moments, x, there, tile, row, rows, start, D: tl.constexpr, N: tl.constexpr):
+    """Store mean and summed squares around it of N columns x [N R] of the stream, of which some are there."""
+    TILES: tl.constexpr = (D + N - 1) // N
+    mean = tl.sum(tl.where(there, x, 0.0), 0) / tl.minimum(D - start, N).to(tl.float32)
+    apart = tl.where(there, x - mean[None, :], 0.0)
+    seen = (row < rows) & (tile < TILES)
+    tl.store(moments + row * 2 * TILES + tile, mean, mask=seen)
+    tl.store(moments + (row * 2 + 1) * TILES + tile, tl.sum(apart * apart, 0), mask=seen)
 
 
 @triton.jit
-def measure(total, there, eps, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """Give mean and spread [R] of rows [PARTS R PART], of which D numbers are there; warps meet once."""
-    count = tl.minimum(tl.maximum(D - tl.arange(0, PARTS) * PART, 0), PART).to(tl.float32)
-    count = tl.broadcast_to(count[:, None], [PARTS, R])
-    mean = tl.sum(total, 2) / tl.maximum(count, 1.0)
-    centred = tl.where(there, total - mean[:, :, None], 0.0)
-    mean, squares, _ = tl.reduce((mean, tl.sum(centred * centred, 2), count), 0, join_parts)
-    return mean, 1.0 / tl.sqrt(squares / D + eps)
+def gauge(moments, row, rows, eps, D: tl.constexpr, N: tl.constexpr):
+    """Give mean and 1 / spread [R] of rows of the stream, from the moments [rows 2 programs] of N columns each.
+
+    32 programs at a time, a row a warp: no warp waits for another one.
+    """
+    TILES: tl.constexpr = (D + N - 1) // N
+    means, squares, total = (), (), tl.zeros([row.shape[0], 32], tl.float32)
+    for start in tl.static_range(0, TILES, 32):
+        program = (start + tl.arange(0, 32))[None, :]
+        spot, there = row[:, None] * 2 * TILES + program, (program < TILES) & (row < rows)[:, None]
+        means += (tl.load(moments + spot, mask=there, other=0.0),)  # type: ignore[assignment]
+        squares += (tl.load(moments + TILES + spot, mask=there, other=0.0),)  # type: ignore[assignment]
+    for start in tl.static_range(0, TILES, 32):
+        total += means[start // 32] * parted(start, D, N)
+    mean, spread = tl.sum(total, 1) / D, tl.zeros_like(total)
+    for start in tl.static_range(0, TILES, 32):
+        apart = means[start // 32] - mean[:, None]
+        spread += squares[start // 32] + apart * apart * parted(start, D, N)
+    return mean, 1.0 / tl.sqrt(tl.sum(spread, 1) / D + eps)
+
+
+@triton.jit
+def parted(start, D: tl.constexpr, N: tl.constexpr):
+    """Count the columns of 32 programs -> [1 32]."""
+    program = (start + tl.arange(0, 32))[None, :]
+    return tl.minimum(tl.maximum(D - program * N, 0), N).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "documents"])
 def decode_enter(
-    stream, stats, gain, offset, weight, bias, result, cache, place, rows, documents, eps,
+    stream, moments, gain, offset, weight, bias, own, carried, result, asked, cache, place, rows, documents, eps,
     D: tl.constexpr, OUT: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr,
-    N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
-    NORMED: tl.constexpr, RELU: tl.constexpr, FILLS: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
+    NORMED: tl.constexpr, BARE: tl.constexpr, FILLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Enter a sublayer: normalise the stream and multiply it.
+    """Enter a sublayer: normalise the stream and multiply it by a weight [OUT D]; unless it FILLS, the ReLU of that.
 
-    FILLS: the first D columns are queries, the others keys and values, which go to the cache [2 b h t beams e].
+    FILLS: the first D columns are queries, the others keys and values, which go to the cache [2 b h t beams e]. Behind
+    these programs others give `asked` = own [D D] @ x + carried, where x is the stream itself if it is BARE.
     """
+    E: tl.constexpr = D // HEADS
+    FIRST: tl.constexpr = (OUT + N - 1) // N
     tile, first = tl.program_id(0), tl.program_id(1) * R
     kind: tl.constexpr = weight.dtype.element_ty
-    factor = read(weight, tile * N, OUT, 0, D, N, PARTS, PART, PART)
-    out = (tl.arange(0, N) + tile * N)[:, None]
-    shift = tl.load(bias + out, mask=out < OUT, other=0.0).to(tl.float32)
+    asks = tile >= FIRST
+    matrix, start, height = weight, tile * N, OUT
+    if asks:
+        matrix, start, height = own, (tile - FIRST) * N, D
+    factor = read(matrix, start, height, 0, D, N, PARTS, PART, PART)
+    out = (tl.arange(0, N) + start)[:, None]
+    shift = tl.load(bias + out, mask=(out < OUT) & (tile < FIRST), other=0.0).to(tl.float32)
+    if FILLS:
+        shift += tl.load(carried + out, mask=(out < D) & asks, other=0.0)
     column, there = places(0, PARTS, PART, PART, D)
     if NORMED:
         gains = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
@@ -116,59 +159,56 @@ def decode_enter(
     position = tl.load(place)
     x = read(stream, first, rows, 0, D, R, PARTS, PART, PART)
     if NORMED:
-        mean, spread = measure(x, there, eps, D, R, PARTS, PART)
-        x = tl.where(there, (x - mean[None, :, None]) * spread[None, :, None] * gains + offsets, 0.0)
+        mean, spread = gauge(moments, first + tl.arange(0, R), rows, eps, D, APART)
+        normed = tl.where(there, (x - mean[None, :, None]) * spread[None, :, None] * gains + offsets, 0.0)
+        x = tl.where(asks, x, normed) if BARE else normed
     product = tl.sum(times(factor, x.to(kind)), 0) + shift  # [N R]
-    product = (tl.maximum(product, 0.0) if RELU else product).to(kind)
-    text = first + tl.arange(0, R)[None, :]
-    inside = (text < rows) & (out < OUT)
+    text, lane = first + tl.arange(0, R)[None, :], out % D
+    inside = (text < rows) & (out < height)
     if FILLS:
-        E: tl.constexpr = D // HEADS
-        lane = out % D
+        tl.store(asked + text * D + out, product, mask=inside & asks)
+        product, inside = product.to(kind), inside & (tile < FIRST)
         tl.store(result + text * D + out, product, mask=inside & (out < D))
         spot = (out // D - 1) * documents.to(tl.int64) * HEADS + text // BEAMS * HEADS + lane // E
         spot = (spot * (LIMIT - 1) + position) * BEAMS + text % BEAMS
         tl.store(cache + spot * E + lane % E, product, mask=inside & (out >= D))
     else:
-        tl.store(result + text * OUT + out, product, mask=inside)
-    if NORMED and tile == 0:
-        row = first + tl.arange(0, R)
-        tl.store(stats + 2 * row, mean, mask=row < rows)
-        tl.store(stats + 2 * row + 1, spread, mask=row < rows)
+        tl.store(result + text * OUT + out, tl.maximum(product, 0.0).to(kind), mask=inside)
 
 
 @triton.jit
 def entered(
-    stream, stats, gain, offset, column, row, rows, D: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr
+    stream, moments, gain, offset, column, row, rows, there, eps,
+    D: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Load what a sublayer was entered with, the stream or (NORMED) its norm -> float32 [N R]."""
-    before = tl.load(stream + row * D + column, mask=(column < D) & (row < rows), other=0.0)
+    """Load columns of what a sublayer was entered with, the stream or (NORMED) its norm -> float32 [N R]."""
+    before = tl.load(stream + row[None, :] * D + column, mask=there, other=0.0)
     if NORMED:
-        mean = tl.load(stats + 2 * row, mask=row < rows, other=0.0)
-        spread = tl.load(stats + 2 * row + 1, mask=row < rows, other=0.0)
         gains = tl.load(gain + column, mask=column < D, other=0.0).to(tl.float32)
         offsets = tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)
-        before = ((before - mean) * spread * gains + offsets).to(KIND).to(tl.float32)
+        mean, spread = gauge(moments, row, rows, eps, D, N)
+        before = ((before - mean[None, :]) * spread[None, :] * gains + offsets).to(KIND).to(tl.float32)
     return before
 
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_narrow(
-    source, weight, bias, stream, stats, gain, offset, rows,
+    source, weight, bias, stream, moments, newer, gain, offset, rows, eps,
     D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
     HELD: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Leave a feed-forward network: add source [rows K] @ weight [D K] + bias. HELD: pieces fetched ahead."""
     tile, first = tl.program_id(0), tl.program_id(1) * R
-    row, column = first + tl.arange(0, R)[None, :], (tl.arange(0, N) + tile * N)[:, None]
+    row, column = first + tl.arange(0, R), (tl.arange(0, N) + tile * N)[:, None]
     shift = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
     kind: tl.constexpr = weight.dtype.element_ty
     WHOLE: tl.constexpr = PARTS * PART
     factors, pieces = (), ()
     for piece in tl.static_range(HELD):
         factors += (read(weight, tile * N, D, piece * WHOLE, K, N, PARTS, PART, PART),)  # type: ignore[assignment]
+    inside = (column < D) & (row < rows)[None, :]
+    before = entered(stream, moments, gain, offset, column, row, rows, inside, eps, D, N, kind, NORMED)
     take_turn(AHEAD)
-    before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
     for piece in tl.static_range(HELD):
         pieces += (read(source, first, rows, piece * WHOLE, K, R, PARTS, PART, PART),)  # type: ignore[assignment]
     summed = tl.zeros([PARTS, N, R], tl.float32)
@@ -178,7 +218,9 @@ def decode_narrow(
         factor = read(weight, tile * N, D, start, K, N, PARTS, PART, PART)
         summed += times(factor, read(source, first, rows, start, K, R, PARTS, PART, PART))
     change = (tl.sum(summed, 0) + shift).to(kind)  # as wide as a product by itself would be
-    tl.store(stream + row * D + column, before + change.to(tl.float32), mask=(column < D) & (row < rows))
+    total = before + change.to(tl.float32)
+    tl.store(stream + row[None, :] * D + column, total, mask=inside)
+    note(newer, total, inside, tile, row, rows, tile * N, D, N)
 
 
 @triton.jit
@@ -194,24 +236,34 @@ def mix(x, y, own, other):
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_gather(
-    parts, levels, weight, bias, stream, stats, gain, offset, rows,
+    parts, levels, weight, bias, mixed, asked, query, stream, moments, newer, gain, offset, rows, eps,
     D: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Leave an attention: put what programs found together, and add that @ weight [D D] + bias.
+    """Leave an attention: put together what programs found, a, and add weight [D D] @ a + bias.
+
+    Programs behind those that do so give the next attention's `query` = asked + mixed [D D] @ a, which is folded.
 
     parts   [SPLITS rows D]      what each program found
     levels  [SPLITS rows HEADS]  logarithm of its share
     """
     E: tl.constexpr = D // HEADS
+    FIRST: tl.constexpr = (D + N - 1) // N
     tile, first = tl.program_id(0), tl.program_id(1) * R
     kind: tl.constexpr = weight.dtype.element_ty
-    factor = read(weight, tile * N, D, 0, D, N, PARTS, E, WIDTH)
-    row, column = first + tl.arange(0, R)[None, :], (tl.arange(0, N) + tile * N)[:, None]
-    shift = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
+    asks = tile >= FIRST
+    matrix, start = weight, tile * N
+    if asks:
+        matrix, start = mixed, (tile - FIRST) * N
+    factor = read(matrix, start, D, 0, D, N, PARTS, E, WIDTH)
+    row, column = first + tl.arange(0, R), (tl.arange(0, N) + start)[:, None]
+    inside = (row < rows)[None, :] & (column < D)
+    leaving = inside & (tile < FIRST)
+    shift = tl.load(bias + column, mask=(tile < FIRST) & (column < D), other=0.0).to(tl.float32)
+    shift += tl.load(asked + row[None, :] * D + column, mask=inside & asks, other=0.0)
+    before = entered(stream, moments, gain, offset, column, row, rows, leaving, eps, D, N, kind, NORMED)
     take_turn(AHEAD)
-    before = entered(stream, stats, gain, offset, column, row, rows, D, kind, NORMED)
-    head, text = tl.arange(0, PARTS)[:, None], first + tl.arange(0, R)[None, :]
+    head, text = tl.arange(0, PARTS)[:, None], row[None, :]
     spot, there = text * HEADS + head, (head < HEADS) & (text < rows)
     x = read(parts, first, rows, 0, D, R, PARTS, E, WIDTH)
     if SPLITS == 2:  # all is asked for before the first is used
@@ -220,69 +272,77 @@ def decode_gather(
         other_level = tl.load(levels + rows * HEADS + spot, mask=there, other=0.0)
         x = mix(x, other, level, other_level)
     change = (tl.sum(times(factor, x.to(kind)), 0) + shift).to(kind)  # [N R]
-    tl.store(stream + row * D + column, before + change.to(tl.float32), mask=(column < D) & (row < rows))
+    tl.store(query + row[None, :] * D + column, change, mask=inside & asks)
+    total = before + change.to(tl.float32)
+    tl.store(stream + row[None, :] * D + column, total, mask=leaving)
+    note(newer, total, leaving, tile, row, rows, start, D, N)
 
 
 # ------------------------------------------------------------------------------------------------------ the attention
 
 
 @triton.jit
-def find(at, origin, used, lane, E: tl.constexpr, BEAMS: tl.constexpr, OWN: tl.constexpr):
+def find(at, origin, used, E: tl.constexpr, BEAMS: tl.constexpr, OWN: tl.constexpr):
     """Find where the keys `at` stand: of several beams, those of one's own past."""
     spot = at
     if OWN and BEAMS > 1:
         spot = at * BEAMS + tl.load(origin + at, mask=at < used, other=0).to(tl.int32)
-    return spot * E + lane
+    return spot * E
 
 
 @triton.jit
-def ask(
-    keys, values, origin, seen, at, last, used, besides, lane,
-    E: tl.constexpr, BEAMS: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Load keys and values [PARTS EACH WIDTH], but the one `besides`, and tell which are real [PARTS EACH 1]."""
-    where, real = find(at, origin, used, lane, E, BEAMS, OWN), at < last
-    there = real & (at != besides) & (lane < E)
-    key, value = tl.load(keys + where, mask=there, other=0.0), tl.load(values + where, mask=there, other=0.0)
-    if MASKED:
-        real = real & (tl.load(seen + at, mask=real, other=0) != 0)
-    return key, value, real
+def pieces_of(x, where, there, E: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """Load E numbers from each of some places [PARTS EACH 1] -> PIECES of [PARTS EACH WIDTH]."""
+    found = ()
+    for piece in tl.static_range(PIECES):
+        lane = piece * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        found += (tl.load(x + where + lane, mask=there & (lane < E), other=0.0),)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
-def look(x, key, value, real, highest, total, summed):
-    """Attend to keys and values [PARTS EACH WIDTH] of which some are real [PARTS EACH 1], after others.
+def look(x, keys, values, real, highest, total, summed, PIECES: tl.constexpr):
+    """Attend to keys and values, pieces of [PARTS EACH WIDTH], of which some are real [PARTS EACH 1], after others.
 
-    highest, total  [PARTS]        highest score so far, and the sum of all exponentials beside it
-    summed          [PARTS WIDTH]  values, summed by these
+    highest, total  [PARTS]                  highest score so far, and the sum of all exponentials beside it
+    summed          pieces of [PARTS WIDTH]  values, summed by these
     """
-    score = tl.where(real, tl.sum(key.to(tl.float32) * x, 2)[:, :, None], float("-inf"))
+    score = tl.sum(keys[0].to(tl.float32) * x[0], 2)
+    for piece in tl.static_range(1, PIECES):
+        score += tl.sum(keys[piece].to(tl.float32) * x[piece], 2)
+    score = tl.where(real, score[:, :, None], float("-inf"))
     top = tl.maximum(highest, tl.max(tl.max(score, 2), 1))
     known = tl.where(top == float("-inf"), 0.0, top)
     fade, weight = tl.exp(highest - known), tl.exp(score - known[:, None, None])
-    summed = summed * fade[:, None] + tl.sum(value.to(tl.float32) * weight, 1)
-    return top, total * fade + tl.sum(tl.sum(weight, 2), 1), summed
+    result = ()
+    for piece in tl.static_range(PIECES):
+        news = tl.sum(values[piece].to(tl.float32) * weight, 1)
+        result += (summed[piece] * fade[:, None] + news,)  # type: ignore[assignment]
+    return top, total * fade + tl.sum(tl.sum(weight, 2), 1), result
 
 
 @triton.jit(do_not_specialize=["used", "count", "share", "rows"])
 def decode_attend(
-    query, keys, values, parts, levels, seen, origin, place, used, count, share, rows,
-    D: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr,
-    N: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
+    query, moments, shift, keys, values, parts, levels, seen, origin, place, used, count, share, rows, eps,
+    D: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, APART: tl.constexpr,
+    OWN: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend from one head of one text to `share` of its keys: what is found there, and the logarithm of its share.
 
-    N keys are taken at once, as [PARTS EACH]: threads attend to a part by themselves, and all meet at the end.
+    N keys are taken at once, as [PARTS EACH]: threads attend to a part by themselves, and all meet at the end. A key is
+    taken in PIECES of WIDTH numbers, 3 or 1, so that a width that is no power of two does not fill registers in vain.
 
     keys, values  [b h count e], of which the first `used` are there; OWN: [b h count beams e], up to the text's own
                   position, where `origin` [b beams LIMIT] names the beam that wrote what is one's past
     seen          [b count] whether a key is real (MASKED)
+    query         [rows D]; unless OWN it is folded, and lacks the spread, which `moments` tell, and the shift [D]
     """
     E: tl.constexpr = D // HEADS
     EACH: tl.constexpr = N // PARTS
     group, split = tl.program_id(0), tl.program_id(1)
     row, head = group // HEADS, group % HEADS
-    document, lane = row // BEAMS, tl.arange(0, WIDTH)[None, None, :]
+    document = row // BEAMS
     apart = (document * HEADS + head).to(tl.int64) * count * E
     newest = -1
     if OWN:
@@ -293,29 +353,63 @@ def decode_attend(
     seen += document.to(tl.int64) * count
     at = split * share + tl.arange(0, PARTS)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
     last = tl.minimum(used, split * share + share)
-    key, value, real = ask(keys, values, origin, seen, at, last, used, newest, lane, E, BEAMS, OWN, MASKED)
+    where, real = find(at, origin, used, E, BEAMS, OWN), at < last
+    key = pieces_of(keys, where, real & (at != newest), E, PIECES, WIDTH)
+    value = pieces_of(values, where, real & (at != newest), E, PIECES, WIDTH)
+    if MASKED:
+        real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+    one = tl.zeros([1, 1, 1], tl.int32)
+    rest, x = (), ()
+    if not OWN:
+        rest = pieces_of(shift, one + head * E, one == 0, E, PIECES, WIDTH)
     take_turn(AHEAD)
-    x = tl.load(query + row * D + head * E + lane, mask=lane < E, other=0.0).to(tl.float32) * E**-0.5
+    asked = pieces_of(query, one + row * D + head * E, one == 0, E, PIECES, WIDTH)
     if OWN:
-        own = find(newest, origin, used, lane, E, BEAMS, OWN)
-        key = tl.where(at == newest, tl.load(keys + own, mask=lane < E, other=0.0), key)
-        value = tl.where(at == newest, tl.load(values + own, mask=lane < E, other=0.0), value)
-    highest = tl.full([PARTS], float("-inf"), tl.float32)
-    total, summed = tl.zeros([PARTS], tl.float32), tl.zeros([PARTS, WIDTH], tl.float32)
-    highest, total, summed = look(x, key, value, real, highest, total, summed)
+        own = one + find(newest, origin, used, E, BEAMS, OWN)
+        new_key = pieces_of(keys, own, one == 0, E, PIECES, WIDTH)
+        new_value = pieces_of(values, own, one == 0, E, PIECES, WIDTH)
+        old_key, old_value, key, value = key, value, (), ()
+        for piece in tl.static_range(PIECES):
+            x += (asked[piece].to(tl.float32) * E**-0.5,)  # type: ignore[assignment]
+            key += (tl.where(at == newest, new_key[piece], old_key[piece]),)  # type: ignore[assignment]
+            value += (tl.where(at == newest, new_value[piece], old_value[piece]),)  # type: ignore[assignment]
+    else:
+        _, spread = gauge(moments, row + tl.arange(0, 1), rows, eps, D, APART)
+        for piece in tl.static_range(PIECES):
+            finished = asked[piece].to(tl.float32) * spread[None, None, :] + rest[piece].to(tl.float32)
+            x += (finished * E**-0.5,)  # type: ignore[assignment]
+    highest, total, summed = tl.full([PARTS], float("-inf"), tl.float32), tl.zeros([PARTS], tl.float32), ()
+    for _ in tl.static_range(PIECES):
+        summed += (tl.zeros([PARTS, WIDTH], tl.float32),)  # type: ignore[assignment]
+    highest, total, summed = look(x, key, value, real, highest, total, summed, PIECES)
     for _ in range(split * share + N, last, N):
         at += N
-        key, value, real = ask(keys, values, origin, seen, at, last, used, -1, lane, E, BEAMS, OWN, MASKED)
-        highest, total, summed = look(x, key, value, real, highest, total, summed)
+        where, real = find(at, origin, used, E, BEAMS, OWN), at < last
+        more = pieces_of(keys, where, real, E, PIECES, WIDTH)
+        worth = pieces_of(values, where, real, E, PIECES, WIDTH)
+        if MASKED:
+            real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+        highest, total, summed = look(x, more, worth, real, highest, total, summed, PIECES)
     top = tl.max(highest, 0)
     known = tl.where(top == float("-inf"), 0.0, top)
-    fade = tl.exp(highest - known)
-    whole = tl.sum(total * fade, 0)
-    safe = tl.where(whole == 0, 1.0, whole)
-    found = tl.sum(summed * fade[:, None], 0) / safe  # [WIDTH]
+    fade = tl.exp(highest - known)[:, None]
     spot, column = split * rows + row, tl.arange(0, WIDTH)
-    tl.store(parts + spot * D + head * E + column, found.to(parts.dtype.element_ty), mask=column < E)
-    tl.store(levels + spot * HEADS + head, top + tl.log(safe))  # minus infinity where there is no key
+    target = parts + spot * D + head * E + column
+    both = tl.join(tl.broadcast_to(total[:, None], [PARTS, WIDTH]), summed[0])  # so that all meet once
+    if PIECES == 3:
+        sums = tl.sum(tl.join(both, tl.join(summed[1], summed[2])) * fade[:, :, None, None], 0)  # [WIDTH 2 2]
+        both, others = tl.split(sums)
+        whole, found = tl.split(both)
+        second, third = tl.split(others)
+        safe = tl.where(whole == 0, 1.0, whole)
+        tl.store(target + WIDTH, (second / safe).to(parts.dtype.element_ty))
+        tl.store(target + 2 * WIDTH, (third / safe).to(parts.dtype.element_ty))
+    else:
+        whole, found = tl.split(tl.sum(both * fade[:, :, None], 0))
+        safe = tl.where(whole == 0, 1.0, whole)
+    tl.store(target, (found / safe).to(parts.dtype.element_ty), mask=column < E)
+    level = top + tl.log(safe)  # minus infinity where there is no key
+    tl.store(levels + spot * HEADS + head + column, level, mask=column == 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the tokens
@@ -323,7 +417,7 @@ def decode_attend(
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_embed(
-    table, positions, running, stream, place, rows, growth,
+    table, positions, running, stream, moments, place, rows, growth,
     D: tl.constexpr, LIMIT: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     PLACED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -331,14 +425,16 @@ def decode_embed(
     take_turn(AHEAD)
     own: tl.constexpr = table.dtype.element_ty
     position = tl.load(place)
-    row = (tl.program_id(1) * R + tl.arange(0, R))[:, None]
-    column = (tl.program_id(0) * N + tl.arange(0, N))[None, :]
+    rank = tl.program_id(1) * R + tl.arange(0, R)
+    row, column = rank[None, :], (tl.program_id(0) * N + tl.arange(0, N))[:, None]
     inside = (row < rows) & (column < D)
-    token = tl.load(running + row.to(tl.int64) * LIMIT + position, mask=row < rows, other=0)  # [R 1]
+    token = tl.load(running + row.to(tl.int64) * LIMIT + position, mask=row < rows, other=0)  # [1 R]
     x = (tl.load(table + token * D + column, mask=inside, other=0.0).to(tl.float32) * growth).to(own)
     if PLACED:
         x = (x.to(tl.float32) + tl.load(positions + position * D + column, mask=column < D, other=0.0)).to(own)
-    tl.store(stream + row * D + column, x.to(WIDE).to(tl.float32), mask=inside)
+    wide = x.to(WIDE).to(tl.float32)
+    tl.store(stream + row * D + column, wide, mask=inside)
+    note(moments, wide, inside, tl.program_id(0), rank, rows, tl.program_id(0) * N, D, N)
 
 
 @triton.jit
@@ -357,24 +453,38 @@ def decode_norm(
     tl.store(out + row * D + column, (centred * spread * gains + offsets).to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def piece_of(matrix, row, height, start, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Load CHUNK columns from `start` on of some rows of a matrix [height D]."""
+    column = (start + tl.arange(0, CHUNK))[None, :]
+    there = (row < height)[:, None] & (column < D)
+    return tl.load(matrix + row.to(tl.int64)[:, None] * D + column, mask=there, other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows", "floor"])
 def decode_head(
     x, weight, logits, scores, tokens, ending, place, rows, floor,
-    D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
     TAKES: tl.constexpr, ENDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Give N logits of each row [rows V]; or (TAKES) the likeliest of these tokens, and its logit [programs rows]."""
+    """Give N logits of each row [rows V]; or (TAKES) the likeliest of these tokens, and its logit [programs rows].
+
+    HELD: pieces of the weight that are fetched ahead.
+    """
     tile, first = tl.program_id(0), tl.program_id(1) * R
     kind: tl.constexpr = weight.dtype.element_ty
     out, row = tl.arange(0, N) + tile * N, first + tl.arange(0, R)
+    factors = ()
+    for piece in tl.static_range(HELD):
+        factors += (piece_of(weight, out, V, piece * CHUNK, D, CHUNK),)  # type: ignore[assignment]
     take_turn(AHEAD)
     position = tl.load(place)
     summed = tl.zeros([N, R], tl.float32)
-    for start in range(0, D, CHUNK):
-        into = (start + tl.arange(0, CHUNK))[None, :]
-        there = into < D
-        factor = tl.load(weight + out.to(tl.int64)[:, None] * D + into, mask=(out < V)[:, None] & there, other=0.0)
-        part = tl.load(x + row[:, None] * D + into, mask=(row < rows)[:, None] & there, other=0.0)
+    for piece in tl.static_range(HELD):
+        part = piece_of(x, row, rows, piece * CHUNK, D, CHUNK)
+        summed = tl.dot(factors[piece], tl.trans(part), summed, input_precision="ieee")
+    for start in range(HELD * CHUNK, D, CHUNK):
+        factor, part = piece_of(weight, out, V, start, D, CHUNK), piece_of(x, row, rows, start, D, CHUNK)
         summed = tl.dot(factor, tl.trans(part), summed, input_precision="ieee")
     result = summed.to(kind)  # [N R]
     if TAKES:
@@ -418,7 +528,40 @@ def decode_take(
 
 # ---------------------------------------------------------------------------------------------------------- from torch
 
+Linear = tuple[Tensor, Tensor]  # weight [out in] and bias [out]
 Norm = tuple[Tensor, Tensor]  # gain and offset [d]
+
+
+class Fold(NamedTuple):
+    """An attention's last product, the norm behind it and the queries of the next one, as two products.
+
+    own      [d d]  of what the attention was entered with
+    mixed    [d d]  of what it found
+    carried  [d]    what its bias gives
+    shift    [d]    what is added once the spread is known
+    """
+
+    own: Tensor
+    mixed: Tensor
+    carried: Tensor
+    shift: Tensor
+
+    @classmethod
+    def of(cls, outs: Sequence[Linear], norms: Sequence[Norm], products: Sequence[Linear]) -> "Fold":
+        """Fold those of several layers, in few operations -> [layers ...]."""
+        (out, bias), (gain, offset), (weight, added) = (
+            (torch.stack(first), torch.stack(second))
+            for first, second in (zip(*pairs, strict=True) for pairs in (outs, norms, products))
+        )
+        own = weight.float() * gain.float()[:, None]
+        own = (own - own.mean(2, keepdim=True)).to(weight.dtype)
+        carried = (own.float() @ bias.float()[..., None])[..., 0]
+        shift = (weight.float() @ offset.float()[..., None])[..., 0] + added.float()
+        return cls(own, own @ out, carried, shift)
+
+    def layers(self) -> list["Fold"]:
+        """Give that of each layer, in the memory of all."""
+        return [Fold(*parts) for parts in zip(*self, strict=True)]
 
 
 class Launcher:
@@ -428,17 +571,16 @@ class Launcher:
     position         [1]            of the newest tokens
     d, heads, inner  widths of the stream and within a feed-forward network, heads of an attention
     dtype            of weights, keys and values
-    pre              whether a sublayer is added to the stream itself, not to its norm
     """
 
     def __init__(
         self, running: Tensor, origin: Tensor, position: Tensor, vocabulary: int,
-        *, d: int, heads: int, inner: int, dtype: torch.dtype, eps: float, pre: bool,
+        *, d: int, heads: int, inner: int, dtype: torch.dtype, eps: float,
     ) -> None:  # fmt: skip
         (documents, beams, limit), device = running.shape, running.device
         self.running, self.origin, self.position = running, origin, position
         self.documents, self.beams, self.limit, self.rows = documents, beams, limit, documents * beams
-        self.d, self.heads, self.eps, self.pre, self.single = d, heads, eps, pre, dtype == torch.float32
+        self.d, self.heads, self.eps, self.single = d, heads, eps, dtype == torch.float32
         self.blocks = triton.cdiv(self.rows, ROWS)
         self.width = max(16, triton.next_power_of_2(d // heads))
         room = processors(device) // (self.rows * heads)  # for programs, each on a multiprocessor of its own
@@ -446,9 +588,10 @@ class Launcher:
         self.keys = KEYS if room and not self.single else KEYS // 2
         self.split = 1  # programs that shared the keys of the last attention: two at most
         self.candidates = triton.cdiv(vocabulary, TOKENS)
-        self.norm: Norm | None = None  # what the sublayer was entered with, unless it is the stream
+        self.whole = triton.next_power_of_2(d)
         self.stream = torch.zeros(self.rows, d, device=device)
-        self.stats = torch.zeros(self.rows, 2, device=device)
+        self.moments, self.newer = torch.zeros(2, self.rows, 2, triton.cdiv(d, FEW), device=device)  # now, and next
+        self.asked = torch.zeros(self.rows, d, device=device)
         self.query = torch.zeros(self.rows, d, dtype=dtype, device=device)
         self.hidden = torch.zeros(self.rows, inner, dtype=dtype, device=device)
         self.parts = torch.zeros(self.most, self.rows, d, dtype=dtype, device=device)
@@ -466,67 +609,87 @@ class Launcher:
 
     def embed(self, table: Tensor, positions: Tensor | None, growth: float, wide: torch.dtype) -> None:
         """Begin with the newest tokens: their rows of a table [v d] times `growth`, and of positions [t d]."""
-        placed, columns = positions is not None, 128
+        placed = positions is not None
         self._run(
-            decode_embed, (triton.cdiv(self.d, columns), self.blocks),
-            table, positions if placed else table, self.running, self.stream, self.position, self.rows, growth,
-            D=self.d, LIMIT=self.limit, R=ROWS, N=columns, PLACED=placed, WIDE=_kind(wide), num_warps=4,
+            decode_embed, (triton.cdiv(self.d, FEW), self.blocks),
+            table, positions if placed else table, self.running, self.stream, self.moments, self.position, self.rows,
+            growth, D=self.d, LIMIT=self.limit, R=ROWS, N=FEW, PLACED=placed, WIDE=_kind(wide), num_warps=1,
         )  # fmt: skip
 
-    def enter(
-        self, norm: Norm | None, weight: Tensor, bias: Tensor, result: Tensor,
-        *, cache: Tensor | None = None, relu: bool = False,
+    def enter(self, norm: Norm | None, weight: Tensor, bias: Tensor, cache: Tensor, fold: Fold, *, bare: bool) -> None:
+        """Multiply the stream, normalised, by a weight [3d d]; keys and values among the results go to the cache.
+
+        The next attention's queries begin with the same, or with the stream itself if they are `bare`.
+        """
+        self._enter(norm, weight, bias, self.query, fold.own, fold.carried, cache, fills=True, bare=bare)
+
+    def widen(self, norm: Norm | None, weight: Tensor, bias: Tensor) -> None:
+        """Multiply the stream, normalised, by a weight [inner d], and take the ReLU of it."""
+        self._enter(norm, weight, bias, self.hidden, weight, bias, weight, fills=False, bare=False)
+
+    def _enter(
+        self, norm: Norm | None, weight: Tensor, bias: Tensor, result: Tensor, own: Tensor, carried: Tensor,
+        cache: Tensor, *, fills: bool, bare: bool,
     ) -> None:  # fmt: skip
-        """Multiply the stream, normalised, by a weight [out d]; keys and values among the results go to the cache."""
-        out, fills = weight.shape[0], cache is not None
-        columns = MANY if out > 2 * self.d and not self.single else FEW
-        self.norm = None if self.pre else norm
+        out = weight.shape[0]
+        columns = FEW if self.single else MANY
         self._run(
-            decode_enter, (triton.cdiv(out, columns), self.blocks),
-            self.stream, self.stats, *(norm or (weight, weight)), weight, bias, result, cache if fills else result,
-            self.position, self.rows, self.documents, self.eps,
+            decode_enter, (triton.cdiv(out, columns) + fills * triton.cdiv(self.d, columns), self.blocks),
+            self.stream, self.moments, *(norm or (weight, weight)), weight, bias, own, carried, result,
+            self.asked, cache, self.position, self.rows, self.documents, self.eps,
             D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, R=ROWS,
-            PARTS=WARPS, PART=_part(self.d, WARPS), NORMED=norm is not None, RELU=relu, FILLS=fills,
+            PARTS=WARPS, PART=_part(self.d, WARPS), APART=FEW, NORMED=norm is not None, BARE=bare, FILLS=fills,
         )  # fmt: skip
 
-    def attend(self, keys: Tensor, values: Tensor, *, length: int | None = None, mask: Tensor | None = None) -> None:
-        """Attend to the memory [b h k e] and its mask [b k]; or to `length` tokens of texts [b h t beams e] at most."""
-        own, count = length is not None, keys.shape[2]
-        reach = count if length is None else length
+    def look_back(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Attend to at most `length` tokens of texts [b h t beams e]."""
+        self._attend(keys, values, length, None, None)
+
+    def look_up(self, keys: Tensor, values: Tensor, shift: Tensor, mask: Tensor | None) -> None:
+        """Attend to the memory [b h k e] and its mask [b k], by queries that lack the spread and a shift [d]."""
+        self._attend(keys, values, keys.shape[2], shift, mask)
+
+    def _attend(self, keys: Tensor, values: Tensor, reach: int, shift: Tensor | None, mask: Tensor | None) -> None:
         at_once = min(self.keys, triton.next_power_of_2(triton.cdiv(reach, self.most)))
         share = triton.cdiv(triton.cdiv(reach, self.most), at_once) * at_once
         self.split = triton.cdiv(reach, share)
+        pieces, width = _pieces(self.d // self.heads)
         self._run(
             decode_attend, (self.rows * self.heads, self.split),
-            self.query, keys, values, self.parts, self.levels, self.position if mask is None else mask,
-            self.origin, self.position, reach, count, share, self.rows,
-            D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, WIDTH=self.width, N=at_once,
-            PARTS=max(1, min(at_once, WARPS * 256 // self.width)), OWN=own, MASKED=mask is not None,
-            maxnreg=255 if at_once > 128 else 128,
+            self.query, self.moments, self.moments if shift is None else shift, keys, values, self.parts, self.levels,
+            self.position if mask is None else mask, self.origin, self.position, reach, keys.shape[2], share, self.rows,
+            self.eps, D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit,
+            PIECES=pieces, WIDTH=width, N=at_once, PARTS=max(1, min(at_once, WARPS * 256 // width)),
+            APART=FEW, OWN=shift is None, MASKED=mask is not None,
+            maxnreg=ATTENDING if at_once > 128 else 128,
         )  # fmt: skip
 
-    def gather(self, weight: Tensor, bias: Tensor) -> None:
-        """Add what the attention found, times a weight [d d], to what the sublayer was entered with."""
+    def gather(self, norm: Norm | None, weight: Tensor, bias: Tensor, mixed: Tensor | None = None) -> None:
+        """Add what the attention found, times a weight [d d], to what it was entered with by a norm.
+
+        mixed  [d d]  of the next attention's queries, where it follows at once
+        """
+        asks = mixed is not None
         self._run(
-            decode_gather, (triton.cdiv(self.d, FEW), self.blocks),
-            self.parts, self.levels, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
-            D=self.d, HEADS=self.heads, N=FEW, R=ROWS, PARTS=triton.next_power_of_2(self.heads),
-            WIDTH=self.width, SPLITS=self.split, NORMED=self.norm is not None, num_warps=FEWER,
+            decode_gather, ((1 + asks) * triton.cdiv(self.d, FEW), self.blocks),
+            self.parts, self.levels, weight, bias, mixed if asks else weight, self.asked, self.query,
+            self.stream, self.moments, self.newer, *(norm or (weight, weight)), self.rows, self.eps,
+            D=self.d, HEADS=self.heads, N=FEW, R=ROWS, PARTS=triton.next_power_of_2(self.heads), WIDTH=self.width,
+            SPLITS=self.split, NORMED=norm is not None, num_warps=FEWER, maxnreg=LEAVING,
         )  # fmt: skip
+        self.moments, self.newer = self.newer, self.moments
 
-    def narrow(self, weight: Tensor, bias: Tensor) -> None:
-        """Add what was widened, times a weight [d inner], to what the sublayer was entered with."""
+    def narrow(self, norm: Norm | None, weight: Tensor, bias: Tensor) -> None:
+        """Add what was widened, times a weight [d inner], to what was entered by a norm."""
         inner, part = weight.shape[1], _part(self.d, FEWER)
         held = 0 if self.single else min(3, triton.cdiv(inner, FEWER * part))
         self._run(
             decode_narrow, (triton.cdiv(self.d, FEW), self.blocks),
-            self.hidden, weight, bias, self.stream, self.stats, *self._entered(weight), self.rows,
-            D=self.d, K=inner, N=FEW, R=ROWS, PARTS=FEWER, PART=part, HELD=held,
-            NORMED=self.norm is not None, num_warps=FEWER, num_stages=1 if self.single else 4,
+            self.hidden, weight, bias, self.stream, self.moments, self.newer, *(norm or (weight, weight)), self.rows,
+            self.eps, D=self.d, K=inner, N=FEW, R=ROWS, PARTS=FEWER, PART=part, HELD=held,
+            NORMED=norm is not None, num_warps=FEWER, num_stages=1 if self.single else 4,
         )  # fmt: skip
-
-    def _entered(self, otherwise: Tensor) -> Norm:
-        return self.norm or (otherwise, otherwise)
+        self.moments, self.newer = self.newer, self.moments
 
     def logits(self, norm: Norm, weight: Tensor, out: Tensor) -> None:
         """Give the logits [rows v] of the next tokens."""
@@ -550,15 +713,15 @@ class Launcher:
         )  # fmt: skip
 
     def _head(self, norm: Norm, weight: Tensor, out: Tensor | None, ending: Tensor | None, floor: int) -> None:
-        whole = triton.next_power_of_2(self.d)
+        chunk = max(16, min(CHUNK, self.whole))
         self._run(
-            decode_norm, (self.rows,), self.stream, *norm, self.query, self.eps, D=self.d, WHOLE=whole, num_warps=4
+            decode_norm, (self.rows,), self.stream, *norm, self.query, self.eps, D=self.d, WHOLE=self.whole, num_warps=4
         )  # fmt: skip
         self._run(
             decode_head, (self.candidates, self.blocks),
             self.query, weight, weight if out is None else out, self.scores, self.tokens,
             self.position if ending is None else ending, self.position, self.rows, floor,
-            D=self.d, V=weight.shape[0], N=TOKENS, R=ROWS, CHUNK=max(16, min(CHUNK, whole)),
+            D=self.d, V=weight.shape[0], N=TOKENS, R=ROWS, CHUNK=chunk, HELD=min(HELD, triton.cdiv(self.d, chunk)),
             TAKES=out is None, ENDS=ending is not None, num_warps=4, num_stages=1 if self.single else 4,
         )  # fmt: skip
 
@@ -566,6 +729,14 @@ class Launcher:
 def _part(width: int, warps: int) -> int:
     """Share a sum out among warps: columns of each."""
     return max(16, triton.next_power_of_2(triton.cdiv(width, warps)))
+
+
+def _pieces(width: int) -> tuple[int, int]:
+    """Take a head in pieces of a power of two: three if that is what it is three times, else one that is filled up."""
+    wide = width // 3
+    if width == 3 * wide and wide >= 16 and wide & (wide - 1) == 0:
+        return 3, wide
+    return 1, max(16, triton.next_power_of_2(width))
 
 
 def _kind(dtype: torch.dtype) -> Any:
@@ -577,4 +748,4 @@ def serves(dtype: torch.dtype, d: int, heads: int) -> bool:
     return dtype != torch.float64 and d <= COLUMNS and d // heads <= HEAD and heads <= 32
 
 
-__all__ = ["Launcher", "serves"]
+__all__ = ["Fold", "Launcher", "serves"]
