@@ -16,10 +16,10 @@ mean of each of its rows, and `mixed` = own @ out. Then own @ x + mixed @ a are 
 what the offset gives: who reads them adds that, since the spread is known by then (`Fold`). own @ x is computed beside
 the first attention's queries, keys and values.
 
-The stream, the sum of all sublayers so far, is float32; every other number is as wide as the weights. Who writes some
-of its columns notes their moments, from which who normalises finds mean and spread without reading a whole row. Rows
-are texts: the beams of a document one after the other. Products are taken as weight @ x, since the tensor cores take 8
-columns, but no fewer than 16 rows.
+The stream, the sum of all sublayers so far, is float32; every other number is as wide as the weights. Who leaves an
+attention notes the moments of the columns it has written, from which the next ones find mean and spread without reading
+a whole row. Rows are texts: the beams of a document one after the other. Products are taken as weight @ x, since the
+tensor cores take 8 columns, but no fewer than 16 rows.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,8 @@ NONE = tl.constexpr(2147483647)  # a token that comes after all others
 ROWS = 8  # that a program multiplies
 COLUMNS, HEAD = 1024, 128  # widest stream, widest head
 FEW, MANY = 16, 32  # columns of a product that a program computes at once
-TOKENS, CHUNK = 32, 128  # logits that a program computes, from so many columns at once
+TOKENS, CHUNK = 64, 128  # logits that a program computes, from so many columns at once
 HELD = 3  # such pieces that it asks for before it waits
-ATTENDING, LEAVING = 192, 128  # registers of a thread: a program that leaves an attention finds room beside one in it
 KEYS = 256  # that a program asks for before it waits, where it has a multiprocessor to itself
 
 
@@ -87,6 +86,25 @@ def times(weight, x):
 
 
 @triton.jit
+def join_parts(mean, spread, count, other_mean, other_spread, other_count):
+    """Give mean, summed squares around it and count of two sets of numbers together."""
+    both, apart = count + other_count, other_mean - mean
+    share = other_count / tl.maximum(both, 1.0)
+    return mean + apart * share, spread + other_spread + apart * apart * count * share, both
+
+
+@triton.jit
+def measure(total, there, eps, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Give mean and 1 / spread [R] of rows [PARTS R PART], of which D numbers are there; warps meet once."""
+    count = tl.minimum(tl.maximum(D - tl.arange(0, PARTS) * PART, 0), PART).to(tl.float32)
+    count = tl.broadcast_to(count[:, None], [PARTS, R])
+    mean = tl.sum(total, 2) / tl.maximum(count, 1.0)
+    centred = tl.where(there, total - mean[:, :, None], 0.0)
+    mean, squares, _ = tl.reduce((mean, tl.sum(centred * centred, 2), count), 0, join_parts)
+    return mean, 1.0 / tl.sqrt(squares / D + eps)
+
+
+@triton.jit
 def note(moments, x, there, tile, row, rows, start, D: tl.constexpr, N: tl.constexpr):
     """Store mean and summed squares around it of N columns x [N R] of the stream, of which some are there."""
     TILES: tl.constexpr = (D + N - 1) // N
@@ -128,12 +146,14 @@ def parted(start, D: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "documents"])
 def decode_enter(
-    stream, moments, gain, offset, weight, bias, own, carried, result, asked, cache, place, rows, documents, eps,
+    stream, moments, stats, gain, offset, weight, bias, own, carried, result, asked, cache, place, rows, documents, eps,
     D: tl.constexpr, OUT: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
     NORMED: tl.constexpr, BARE: tl.constexpr, FILLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Enter a sublayer: normalise the stream and multiply it by a weight [OUT D]; unless it FILLS, the ReLU of that.
+
+    Mean and spread are kept as `stats` [rows 2] for who leaves the sublayer. Unless it FILLS, `moments` tell them.
 
     FILLS: the first D columns are queries, the others keys and values, which go to the cache [2 b h t beams e]. Behind
     these programs others give `asked` = own [D D] @ x + carried, where x is the stream itself if it is BARE.
@@ -159,7 +179,11 @@ def decode_enter(
     position = tl.load(place)
     x = read(stream, first, rows, 0, D, R, PARTS, PART, PART)
     if NORMED:
-        mean, spread = gauge(moments, first + tl.arange(0, R), rows, eps, D, APART)
+        row = first + tl.arange(0, R)
+        if FILLS:
+            mean, spread = measure(x, there, eps, D, R, PARTS, PART)
+        else:
+            mean, spread = gauge(moments, row, rows, eps, D, APART)
         normed = tl.where(there, (x - mean[None, :, None]) * spread[None, :, None] * gains + offsets, 0.0)
         x = tl.where(asks, x, normed) if BARE else normed
     product = tl.sum(times(factor, x.to(kind)), 0) + shift  # [N R]
@@ -174,26 +198,37 @@ def decode_enter(
         tl.store(cache + spot * E + lane % E, product, mask=inside & (out >= D))
     else:
         tl.store(result + text * OUT + out, tl.maximum(product, 0.0).to(kind), mask=inside)
+    if NORMED and tile == 0:
+        tl.store(stats + 2 * row, mean, mask=row < rows)
+        tl.store(stats + 2 * row + 1, spread, mask=row < rows)
 
 
 @triton.jit
 def entered(
-    stream, moments, gain, offset, column, row, rows, there, eps,
-    D: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
+    stream, stats, moments, gain, offset, column, row, rows, there, eps,
+    D: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, NOTED: tl.constexpr,
 ):  # fmt: skip
-    """Load columns of what a sublayer was entered with, the stream or (NORMED) its norm -> float32 [N R]."""
+    """Load columns of what a sublayer was entered with, the stream or (NORMED) its norm -> float32 [N R].
+
+    Mean and spread are those that were kept, or (NOTED) those that the moments tell.
+    """
     before = tl.load(stream + row[None, :] * D + column, mask=there, other=0.0)
     if NORMED:
         gains = tl.load(gain + column, mask=column < D, other=0.0).to(tl.float32)
         offsets = tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)
-        mean, spread = gauge(moments, row, rows, eps, D, N)
-        before = ((before - mean[None, :]) * spread[None, :] * gains + offsets).to(KIND).to(tl.float32)
+        if NOTED:
+            mean, spread = gauge(moments, row, rows, eps, D, N)
+            mean, spread = mean[None, :], spread[None, :]
+        else:
+            mean = tl.load(stats + 2 * row[None, :], mask=(row < rows)[None, :], other=0.0)
+            spread = tl.load(stats + 2 * row[None, :] + 1, mask=(row < rows)[None, :], other=0.0)
+        before = ((before - mean) * spread * gains + offsets).to(KIND).to(tl.float32)
     return before
 
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_narrow(
-    source, weight, bias, stream, moments, newer, gain, offset, rows, eps,
+    source, weight, bias, stream, stats, gain, offset, rows,
     D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
     HELD: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -206,9 +241,9 @@ def decode_narrow(
     factors, pieces = (), ()
     for piece in tl.static_range(HELD):
         factors += (read(weight, tile * N, D, piece * WHOLE, K, N, PARTS, PART, PART),)  # type: ignore[assignment]
-    inside = (column < D) & (row < rows)[None, :]
-    before = entered(stream, moments, gain, offset, column, row, rows, inside, eps, D, N, kind, NORMED)
     take_turn(AHEAD)
+    inside = (column < D) & (row < rows)[None, :]
+    before = entered(stream, stats, stats, gain, offset, column, row, rows, inside, 0.0, D, N, kind, NORMED, False)
     for piece in tl.static_range(HELD):
         pieces += (read(source, first, rows, piece * WHOLE, K, R, PARTS, PART, PART),)  # type: ignore[assignment]
     summed = tl.zeros([PARTS, N, R], tl.float32)
@@ -218,9 +253,7 @@ def decode_narrow(
         factor = read(weight, tile * N, D, start, K, N, PARTS, PART, PART)
         summed += times(factor, read(source, first, rows, start, K, R, PARTS, PART, PART))
     change = (tl.sum(summed, 0) + shift).to(kind)  # as wide as a product by itself would be
-    total = before + change.to(tl.float32)
-    tl.store(stream + row[None, :] * D + column, total, mask=inside)
-    note(newer, total, inside, tile, row, rows, tile * N, D, N)
+    tl.store(stream + row[None, :] * D + column, before + change.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -236,11 +269,11 @@ def mix(x, y, own, other):
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_gather(
-    parts, levels, weight, bias, mixed, asked, query, stream, moments, newer, gain, offset, rows, eps,
+    parts, levels, weight, bias, mixed, asked, query, stream, stats, moments, newer, gain, offset, rows, eps,
     D: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, NORMED: tl.constexpr, NOTED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Leave an attention: put together what programs found, a, and add weight [D D] @ a + bias.
+    """Leave an attention: put together what programs found, a, add weight [D D] @ a + bias, and note the moments.
 
     Programs behind those that do so give the next attention's `query` = asked + mixed [D D] @ a, which is folded.
 
@@ -261,7 +294,7 @@ def decode_gather(
     leaving = inside & (tile < FIRST)
     shift = tl.load(bias + column, mask=(tile < FIRST) & (column < D), other=0.0).to(tl.float32)
     shift += tl.load(asked + row[None, :] * D + column, mask=inside & asks, other=0.0)
-    before = entered(stream, moments, gain, offset, column, row, rows, leaving, eps, D, N, kind, NORMED)
+    before = entered(stream, stats, moments, gain, offset, column, row, rows, leaving, eps, D, N, kind, NORMED, NOTED)
     take_turn(AHEAD)
     head, text = tl.arange(0, PARTS)[:, None], row[None, :]
     spot, there = text * HEADS + head, (head < HEADS) & (text < rows)
@@ -374,7 +407,8 @@ def decode_attend(
             key += (tl.where(at == newest, new_key[piece], old_key[piece]),)  # type: ignore[assignment]
             value += (tl.where(at == newest, new_value[piece], old_value[piece]),)  # type: ignore[assignment]
     else:
-        _, spread = gauge(moments, row + tl.arange(0, 1), rows, eps, D, APART)
+        text = row + tl.arange(0, 1)
+        _, spread = gauge(moments, text, rows, eps, D, APART)
         for piece in tl.static_range(PIECES):
             finished = asked[piece].to(tl.float32) * spread[None, None, :] + rest[piece].to(tl.float32)
             x += (finished * E**-0.5,)  # type: ignore[assignment]
@@ -417,7 +451,7 @@ def decode_attend(
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_embed(
-    table, positions, running, stream, moments, place, rows, growth,
+    table, positions, running, stream, place, rows, growth,
     D: tl.constexpr, LIMIT: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     PLACED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -425,16 +459,14 @@ def decode_embed(
     take_turn(AHEAD)
     own: tl.constexpr = table.dtype.element_ty
     position = tl.load(place)
-    rank = tl.program_id(1) * R + tl.arange(0, R)
-    row, column = rank[None, :], (tl.program_id(0) * N + tl.arange(0, N))[:, None]
+    row = (tl.program_id(1) * R + tl.arange(0, R))[:, None]
+    column = (tl.program_id(0) * N + tl.arange(0, N))[None, :]
     inside = (row < rows) & (column < D)
-    token = tl.load(running + row.to(tl.int64) * LIMIT + position, mask=row < rows, other=0)  # [1 R]
+    token = tl.load(running + row.to(tl.int64) * LIMIT + position, mask=row < rows, other=0)  # [R 1]
     x = (tl.load(table + token * D + column, mask=inside, other=0.0).to(tl.float32) * growth).to(own)
     if PLACED:
         x = (x.to(tl.float32) + tl.load(positions + position * D + column, mask=column < D, other=0.0)).to(own)
-    wide = x.to(WIDE).to(tl.float32)
-    tl.store(stream + row * D + column, wide, mask=inside)
-    note(moments, wide, inside, tl.program_id(0), rank, rows, tl.program_id(0) * N, D, N)
+    tl.store(stream + row * D + column, x.to(WIDE).to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -591,6 +623,7 @@ class Launcher:
         self.whole = triton.next_power_of_2(d)
         self.stream = torch.zeros(self.rows, d, device=device)
         self.moments, self.newer = torch.zeros(2, self.rows, 2, triton.cdiv(d, FEW), device=device)  # now, and next
+        self.stats = torch.zeros(self.rows, 2, device=device)
         self.asked = torch.zeros(self.rows, d, device=device)
         self.query = torch.zeros(self.rows, d, dtype=dtype, device=device)
         self.hidden = torch.zeros(self.rows, inner, dtype=dtype, device=device)
@@ -609,11 +642,11 @@ class Launcher:
 
     def embed(self, table: Tensor, positions: Tensor | None, growth: float, wide: torch.dtype) -> None:
         """Begin with the newest tokens: their rows of a table [v d] times `growth`, and of positions [t d]."""
-        placed = positions is not None
+        placed, columns = positions is not None, 128
         self._run(
-            decode_embed, (triton.cdiv(self.d, FEW), self.blocks),
-            table, positions if placed else table, self.running, self.stream, self.moments, self.position, self.rows,
-            growth, D=self.d, LIMIT=self.limit, R=ROWS, N=FEW, PLACED=placed, WIDE=_kind(wide), num_warps=1,
+            decode_embed, (triton.cdiv(self.d, columns), self.blocks),
+            table, positions if placed else table, self.running, self.stream, self.position, self.rows, growth,
+            D=self.d, LIMIT=self.limit, R=ROWS, N=columns, PLACED=placed, WIDE=_kind(wide), num_warps=4,
         )  # fmt: skip
 
     def enter(self, norm: Norm | None, weight: Tensor, bias: Tensor, cache: Tensor, fold: Fold, *, bare: bool) -> None:
@@ -635,7 +668,7 @@ class Launcher:
         columns = FEW if self.single else MANY
         self._run(
             decode_enter, (triton.cdiv(out, columns) + fills * triton.cdiv(self.d, columns), self.blocks),
-            self.stream, self.moments, *(norm or (weight, weight)), weight, bias, own, carried, result,
+            self.stream, self.moments, self.stats, *(norm or (weight, weight)), weight, bias, own, carried, result,
             self.asked, cache, self.position, self.rows, self.documents, self.eps,
             D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, R=ROWS,
             PARTS=WARPS, PART=_part(self.d, WARPS), APART=FEW, NORMED=norm is not None, BARE=bare, FILLS=fills,
@@ -656,12 +689,11 @@ class Launcher:
         pieces, width = _pieces(self.d // self.heads)
         self._run(
             decode_attend, (self.rows * self.heads, self.split),
-            self.query, self.moments, self.moments if shift is None else shift, keys, values, self.parts, self.levels,
-            self.position if mask is None else mask, self.origin, self.position, reach, keys.shape[2], share, self.rows,
-            self.eps, D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit,
+            self.query, self.moments, self.stats if shift is None else shift, keys, values, self.parts, self.levels,
+            self.position if mask is None else mask, self.origin, self.position, reach, keys.shape[2],
+            share, self.rows, self.eps, D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit,
             PIECES=pieces, WIDTH=width, N=at_once, PARTS=max(1, min(at_once, WARPS * 256 // width)),
-            APART=FEW, OWN=shift is None, MASKED=mask is not None,
-            maxnreg=ATTENDING if at_once > 128 else 128,
+            APART=FEW, OWN=shift is None, MASKED=mask is not None, maxnreg=255 if at_once > 128 else 128,
         )  # fmt: skip
 
     def gather(self, norm: Norm | None, weight: Tensor, bias: Tensor, mixed: Tensor | None = None) -> None:
@@ -673,9 +705,9 @@ class Launcher:
         self._run(
             decode_gather, ((1 + asks) * triton.cdiv(self.d, FEW), self.blocks),
             self.parts, self.levels, weight, bias, mixed if asks else weight, self.asked, self.query,
-            self.stream, self.moments, self.newer, *(norm or (weight, weight)), self.rows, self.eps,
+            self.stream, self.stats, self.moments, self.newer, *(norm or (weight, weight)), self.rows, self.eps,
             D=self.d, HEADS=self.heads, N=FEW, R=ROWS, PARTS=triton.next_power_of_2(self.heads), WIDTH=self.width,
-            SPLITS=self.split, NORMED=norm is not None, num_warps=FEWER, maxnreg=LEAVING,
+            SPLITS=self.split, NORMED=norm is not None, NOTED=not asks, num_warps=FEWER,
         )  # fmt: skip
         self.moments, self.newer = self.newer, self.moments
 
@@ -685,11 +717,10 @@ class Launcher:
         held = 0 if self.single else min(3, triton.cdiv(inner, FEWER * part))
         self._run(
             decode_narrow, (triton.cdiv(self.d, FEW), self.blocks),
-            self.hidden, weight, bias, self.stream, self.moments, self.newer, *(norm or (weight, weight)), self.rows,
-            self.eps, D=self.d, K=inner, N=FEW, R=ROWS, PARTS=FEWER, PART=part, HELD=held,
+            self.hidden, weight, bias, self.stream, self.stats, *(norm or (weight, weight)), self.rows,
+            D=self.d, K=inner, N=FEW, R=ROWS, PARTS=FEWER, PART=part, HELD=held,
             NORMED=norm is not None, num_warps=FEWER, num_stages=1 if self.single else 4,
         )  # fmt: skip
-        self.moments, self.newer = self.newer, self.moments
 
     def logits(self, norm: Norm, weight: Tensor, out: Tensor) -> None:
         """Give the logits [rows v] of the next tokens."""
