@@ -334,6 +334,26 @@ def pieces_of(x, where, there, E: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
+def renew(old, new, chosen, PIECES: tl.constexpr):
+    """Put new pieces in the place of old ones where that is chosen."""
+    result = ()
+    for piece in tl.static_range(PIECES):
+        result += (tl.where(chosen, new[piece], old[piece]),)  # type: ignore[assignment]
+    return result
+
+
+@triton.jit
+def finish(query, rest, spread, E: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr):
+    """Scale the pieces of a query; one that is FOLDED lacks the spread and a rest."""
+    result = ()
+    for piece in tl.static_range(PIECES):
+        x = query[piece].to(tl.float32)
+        x = x * spread + rest[piece] if FOLDED else x
+        result += (x * E**-0.5,)  # type: ignore[assignment]
+    return result
+
+
+@triton.jit
 def look(x, keys, values, real, highest, total, summed, PIECES: tl.constexpr):
     """Attend to keys and values, pieces of [PARTS EACH WIDTH], of which some are real [PARTS EACH 1], after others.
 
@@ -392,26 +412,18 @@ def decode_attend(
     if MASKED:
         real = real & (tl.load(seen + at, mask=real, other=0) != 0)
     one = tl.zeros([1, 1, 1], tl.int32)
-    rest, x = (), ()
     if not OWN:
         rest = pieces_of(shift, one + head * E, one == 0, E, PIECES, WIDTH)
     take_turn(AHEAD)
-    asked = pieces_of(query, one + row * D + head * E, one == 0, E, PIECES, WIDTH)
+    x = pieces_of(query, one + row * D + head * E, one == 0, E, PIECES, WIDTH)
     if OWN:
         own = one + find(newest, origin, used, E, BEAMS, OWN)
-        new_key = pieces_of(keys, own, one == 0, E, PIECES, WIDTH)
-        new_value = pieces_of(values, own, one == 0, E, PIECES, WIDTH)
-        old_key, old_value, key, value = key, value, (), ()
-        for piece in tl.static_range(PIECES):
-            x += (asked[piece].to(tl.float32) * E**-0.5,)  # type: ignore[assignment]
-            key += (tl.where(at == newest, new_key[piece], old_key[piece]),)  # type: ignore[assignment]
-            value += (tl.where(at == newest, new_value[piece], old_value[piece]),)  # type: ignore[assignment]
+        key = renew(key, pieces_of(keys, own, one == 0, E, PIECES, WIDTH), at == newest, PIECES)
+        value = renew(value, pieces_of(values, own, one == 0, E, PIECES, WIDTH), at == newest, PIECES)
+        x = finish(x, x, 1.0, E, PIECES, False)
     else:
-        text = row + tl.arange(0, 1)
-        _, spread = gauge(moments, text, rows, eps, D, APART)
-        for piece in tl.static_range(PIECES):
-            finished = asked[piece].to(tl.float32) * spread[None, None, :] + rest[piece].to(tl.float32)
-            x += (finished * E**-0.5,)  # type: ignore[assignment]
+        _, spread = gauge(moments, row + tl.arange(0, 1), rows, eps, D, APART)
+        x = finish(x, rest, spread[None, None, :], E, PIECES, True)
     highest, total, summed = tl.full([PARTS], float("-inf"), tl.float32), tl.zeros([PARTS], tl.float32), ()
     for _ in tl.static_range(PIECES):
         summed += (tl.zeros([PARTS, WIDTH], tl.float32),)  # type: ignore[assignment]
