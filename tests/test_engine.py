@@ -641,7 +641,7 @@ def gpu_documents(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("beams", [1, 2, 8])
 def test_replays_write_the_same(family: str, beams: int):
     model = gpu_model(family, end=1.2)
-    if beams == 8:  # among so many texts a rounding of single precision decides
+    if beams > 1:  # 150 times the better of many texts: a change of weights by 1e-6 decides otherwise now and then
         model = model.double()
     options = {"num_beams": beams, "max_new_tokens": 150, "min_new_tokens": 70, "no_repeat_ngram_size": 3}
     for seed, lengths in enumerate(([64, 64, 64, 64], [33, 5, 17, 1], [64, 40, 9], [12])):
