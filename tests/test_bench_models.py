@@ -553,6 +553,20 @@ class TestGenerate:
         beams = generate.step_bytes(candidate, n, tokens, batch, 2, 2)
         assert beams == 2 * (weights + 2 * layers * d * batch * (n + 2 * 256))
 
+    def test_rows_measured_again_stand_where_they_stood(self):
+        rows = [
+            {"model": model, "writer": writer, "batch": 8, "beams": 1, "ms": ms}
+            for ms, (model, writer) in enumerate(
+                (("led", "transformers"), ("deep-blockwise", "transformers"), ("deep-blockwise", "engine"),
+                 ("deep-pyramidion", "engine")), 1,
+            )
+        ]  # fmt: skip
+        found = generate.parts({"rows": rows, "settings": {"scale": "deep"}})[8, 1]
+        assert [(row["model"], row["writer"], row["ratio"]) for row in found] == [
+            ("deep-pyramidion", "engine", 1.0), ("deep-blockwise", "engine", 0.75),
+            ("deep-blockwise", "transformers", 0.5), ("led", "transformers", 0.25),
+        ]  # fmt: skip
+
     def test_encoding_is_taken_off(self):
         told = generate.account(ms=30.0, encode_ms=10.0, tokens=10, read=1e6, bandwidth=1e9)
         assert (told["alone_ms"], told["token_ms"], told["limit_ms"]) == (20.0, 2.0, 1.0)

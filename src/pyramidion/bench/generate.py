@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pyramidion.bench import measure, peers, report, rows
-from pyramidion.bench.models import CACHES, Bench
+from pyramidion.bench.models import CACHES, Bench, in_order
 from pyramidion.bench.peers import Candidate
 from pyramidion.bench.report import Column
 from pyramidion.bench.rows import Row, Sheet, Tell
@@ -156,9 +156,10 @@ def _search(beams: int) -> str:
 
 
 def parts(document: Mapping[str, Any]) -> dict[tuple[int, int], list[Row]]:
-    """Part rows by batch and beams, with the time over that of our engine."""
+    """Part rows by batch and beams, with the time over that of our engine; in order, whenever each was measured."""
     found: dict[tuple[int, int], list[Row]] = {}
-    for row in document["rows"]:
+    names = in_order(document["rows"], document["settings"])
+    for row in sorted(document["rows"], key=lambda row: (names.index(row["model"]), WRITERS.index(row["writer"]))):
         found.setdefault((row["batch"], row["beams"]), []).append(row)
     ours = f"{document['settings']['scale']}-pyramidion"
     for key, part in found.items():
@@ -185,7 +186,7 @@ def sections(document: Mapping[str, Any]) -> Iterator[str]:
 def figures(document: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     """Draw the time with encoding, one figure for each search, one panel for each batch."""
     settings, found, drawn = document["settings"], parts(document), []
-    names = list(dict.fromkeys((row["model"], row["writer"]) for row in document["rows"]))
+    names = list(dict.fromkeys((row["model"], row["writer"]) for part in found.values() for row in part))
     for beams in dict.fromkeys(beams for _, beams in found):
         panels = {}
         for batch in (batch for batch, width in found if width == beams):
