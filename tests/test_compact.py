@@ -881,6 +881,19 @@ def test_the_bundled_model_is_small_and_of_its_recipe():
     assert {k: v for k, v in saved.items() if k not in apart} == {k: v for k, v in asked.items() if k not in apart}
 
 
+def test_the_command_line_writes_with_the_bundled_model(tmp_path: Path):
+    from typer.testing import CliRunner
+
+    from pyramidion.cli import main
+
+    text = tmp_path / "text.txt"
+    text.write_text("Neurons in the hippocampus fire where an animal is, and again while it sleeps. " * 6)
+    options = ["--num-beams", "1", "--min-new-tokens", "5", "--max-new-tokens", "12", "--device", "cpu"]
+    done = CliRunner().invoke(main, ["summarize", str(text), *options])
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout.split()) > 3
+
+
 def test_the_bundled_model_writes_without_a_network(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any) -> None:
         raise AssertionError("a connection was asked for")

@@ -423,8 +423,8 @@ def _evaluate(
 
 @main.command()
 def summarize(
-    model: Annotated[Path, typer.Option(help="Folder of the model to write with.")],
     paths: Annotated[list[str] | None, typer.Argument(help="Texts, folders, .jsonl files; -: standard input.")] = None,
+    model: Annotated[str, typer.Option(help="Folder of a model; default: the bundled one.")] = "default",
     output: Annotated[Path | None, typer.Option(help="A file, or a folder with a file for each document.")] = None,
     format: Annotated[str | None, typer.Option(help="text or jsonl. [jsonl for a file called so, else text]")] = None,
     field: Annotated[str, typer.Option(help="Of a JSON object, the field with the text.")] = "document",
@@ -441,15 +441,15 @@ def summarize(
     A document that cannot be summarised is reported, the others go on. Exit code 1: some failed; 2: a wrong call.
 
     \b
-      pyramidion summarize report.txt --model runs/mine
-      pyramidion summarize articles/ --model runs/mine --output summaries.jsonl --resume
+      pyramidion summarize report.txt
+      pyramidion summarize articles/ --output summaries.jsonl --resume
       cat articles.jsonl | pyramidion summarize - --field article --format jsonl --model runs/mine
     """
     from pyramidion.generation.command import Call, run
 
     given = {"num_beams": num_beams, "min_new_tokens": min_new_tokens, "max_new_tokens": max_new_tokens}
     options = {"batch_size": batch_size, "max_length": max_length, **given}
-    call = Call(tuple(paths or ()), model, output, format, field, device, resume, options)
+    call = Call(tuple(paths or ()), Path(model), output, format, field, device, resume, options)
     try:
         with screen(output is not None) as (tell, progress):  # a bar would run into summaries on the same terminal
             say = tell if output is not None else partial(typer.echo, err=True)
