@@ -424,7 +424,7 @@ def _evaluate(
 @main.command()
 def summarize(
     paths: Annotated[list[str] | None, typer.Argument(help="Texts, folders, .jsonl files; -: standard input.")] = None,
-    model: Annotated[str, typer.Option(help="Folder of a model; default: the bundled one.")] = "default",
+    model: Annotated[str, typer.Option(help="A folder of a model, or default: the bundled one.")] = "default",
     output: Annotated[Path | None, typer.Option(help="A file, or a folder with a file for each document.")] = None,
     format: Annotated[str | None, typer.Option(help="text or jsonl. [jsonl for a file called so, else text]")] = None,
     field: Annotated[str, typer.Option(help="Of a JSON object, the field with the text.")] = "document",

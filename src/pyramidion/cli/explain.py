@@ -27,7 +27,7 @@ def explain(
     file: Annotated[
         str | None, typer.Argument(metavar="FILE", help="A text; -: standard input. [an article that is built in]")
     ] = None,
-    model: Annotated[str, typer.Option(help="Folder of a model; default: the bundled one.")] = "default",
+    model: Annotated[str, typer.Option(help="A folder of a model, or default: the bundled one.")] = "default",
     output: Annotated[Path | None, typer.Option(help="Page to write. [NAME.explained.html, here]")] = None,
     json: Annotated[Path | None, typer.Option(help="File for all numbers, for a program.")] = None,
     text: Annotated[bool, typer.Option("--text", help="Print it, for a terminal.")] = False,

@@ -18,7 +18,7 @@ NAMES |= {"body_bytes": "--limit-mb", "timeout": "--timeout"}
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="Folder of a model; default: the bundled one.")] = "default",
+    model: Annotated[str, typer.Option(help="A folder of a model, or default: the bundled one.")] = "default",
     host: Annotated[
         str, typer.Option(help="Address to listen on; another than this machine's own is told.")
     ] = "127.0.0.1",
