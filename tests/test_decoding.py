@@ -16,7 +16,7 @@ from pyramidion.generation.step import Decoder
 from pyramidion.modeling_pyramidion import PyramidionEncoderOutput
 from test_engine import assert_equal, make_documents, make_model
 
-pytest.importorskip("triton")
+decoding: Any = pytest.importorskip("pyramidion.kernels.decoding")  # now: a test below pretends not to be interpreted
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 K = 11  # representations of a document: not a multiple of anything
@@ -73,8 +73,6 @@ def test_the_logits_are_those_of_single_operations(family: str):
 @torch.inference_mode()
 def test_folding_is_exact():
     """Two products with a norm between them, against the same in double precision; a mean that is not 0 included."""
-    from pyramidion.kernels.decoding import Fold
-
     d, out = 12, 7
     drawn = torch.Generator().manual_seed(0)
     leave, norm, enter = (
@@ -84,7 +82,7 @@ def test_folding_is_exact():
     x, found = (torch.randn(5, d, generator=drawn, dtype=torch.float64) + 3 for _ in range(2))
     stream = x + found @ leave[0].T + leave[1]
     expected = torch.nn.functional.layer_norm(stream, (d,), *norm, eps=1e-5) @ enter[0].T + enter[1]
-    own, mixed, carried, shift = Fold.of([tuple(leave)] * 2, [tuple(norm)] * 2, [tuple(enter)] * 2).layers()[1]
+    own, mixed, carried, shift = decoding.Fold.of([tuple(leave)] * 2, [tuple(norm)] * 2, [tuple(enter)] * 2).layers()[1]
     raw = x @ own.T + found @ mixed.T + carried
     given = raw / (stream.var(1, correction=0, keepdim=True) + 1e-5).sqrt() + shift
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)  # folded in single precision at least
@@ -101,8 +99,6 @@ def test_beams_see_their_own_past():
 @torch.inference_mode()
 def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
     """Parts of a softmax are put together, where masks leave some empty too."""
-    from pyramidion.kernels import decoding
-
     monkeypatch.setattr(decoding, "KEYS", 4)  # 2 at a time in single precision
     monkeypatch.setattr(decoding, "processors", lambda _: 1000)
     plain, one = make_decoders(make_shallow(num_attention_heads=2), beams=beams)
@@ -112,8 +108,6 @@ def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
 
 @torch.inference_mode()
 def test_heads_three_times_a_power_of_two_are_taken_in_pieces():
-    from pyramidion.kernels import decoding
-
     assert [decoding._pieces(width) for width in (96, 48, 64, 24, 80)] == [(3, 32), (3, 16), (1, 64), (1, 32), (1, 128)]
     assert_same_logits(*make_decoders(make_shallow(hidden_size=96, num_attention_heads=2)))
 
@@ -141,8 +135,6 @@ def test_many_rows_are_several_programs():
 @torch.inference_mode()
 def test_wide_layers_are_summed_in_pieces(dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch):
     """Five pieces of 64: three are fetched ahead in half precision, the others one after the other."""
-    from pyramidion.kernels import decoding
-
     monkeypatch.setattr(decoding, "CHUNK", 16)  # the logits too
     sizes = {"hidden_size": 40, "num_attention_heads": 2, "intermediate_size": 300}
     decoders = make_decoders(make_shallow(**sizes).to(dtype), documents=1)
@@ -167,8 +159,6 @@ def test_half_precision_is_as_near_as_single_operations(dtype: torch.dtype):
 @pytest.mark.parametrize("rules", [{"ends": (2, 7), "floor": 3}, {}], ids=["ends", "none"])
 @torch.inference_mode()
 def test_a_launch_takes_the_likeliest_token(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    from pyramidion.kernels import decoding
-
     monkeypatch.setattr(decoding, "TOKENS", 32)  # two programs share the vocabulary out
     plain, one = make_decoders(make_shallow(seed=3, end=2.0), **rules)
     monkeypatch.setattr(one.search, "choose", None)
