@@ -183,8 +183,8 @@ def test_new_weights_are_seen():
 
 @pytest.mark.parametrize(
     "rules",
-    [{"ngram": 2}, {"repetition": 1.2}, {"first": (4,)}, {"last": (2,)}, {"beams": 2}],
-    ids=["ngram", "repetition", "first", "last", "beams"],
+    [{"ngram": 2}, {"banned": ((5,),)}, {"repetition": 1.2}, {"first": (4,)}, {"last": (2,)}, {"beams": 2}],
+    ids=["ngram", "banned", "repetition", "first", "last", "beams"],
 )
 @torch.inference_mode()
 def test_other_rules_are_left_to_the_search(rules: dict[str, Any]):

@@ -158,6 +158,13 @@ def test_ways_to_stop_are_seen_to_matter():
         {"no_repeat_ngram_size": 2},
         {"no_repeat_ngram_size": 3},
         {"no_repeat_ngram_size": 40},
+        {"bad_words_ids": [[token] for token in range(3, 40)]},
+        {"bad_words_ids": [[7], [9, 11], [5, 5, 5], [*range(3, 40)]], "min_new_tokens": 8},
+        {
+            "bad_words_ids": [[first, second] for first in range(20) for second in range(3, 30)],
+            "no_repeat_ngram_size": 2,
+        },
+        {"bad_words_ids": [[1, token] for token in range(60)]},  # behind the start token alone
         {"repetition_penalty": 1.7},
         {"repetition_penalty": 0.6},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 8},
@@ -180,11 +187,24 @@ def test_options_mean_the_same(options: dict[str, Any], beams: int):
     assert_equal(lively_model(), make_documents([33, 5, 17, 1, 64]), num_beams=beams, **options)
 
 
-def test_n_grams_and_repetitions_are_seen_to_matter():
+def test_n_grams_bans_and_repetitions_are_seen_to_matter():
     model, documents = make_model("positions"), make_documents(LENGTHS)
     free = assert_equal(model, documents)
+    for size in range(1, 5):  # what was written, from its second token on, may not be written
+        start = (free[0, 1:] != 0).int().argmax().item() + 1
+        banned = free[0, start : start + size].tolist()
+        assert not torch.equal(free, assert_equal(model, documents, bad_words_ids=[[*range(30, 55)], banned]))
     assert not torch.equal(free, assert_equal(model, documents, no_repeat_ngram_size=2))
     assert not torch.equal(free, assert_equal(model, documents, repetition_penalty=1.7))
+
+
+@pytest.mark.parametrize("reason", ["a token that the model does not have"])
+def test_bans_of_unknown_tokens_are_refused_as_transformers_does(reason: str, caplog: pytest.LogCaptureFixture):
+    loop.tell.cache_clear()
+    generation = GenerationConfig(max_new_tokens=3, bad_words_ids=[[4, VOCABULARY]])
+    with pytest.raises(ValueError, match="vocabulary size is 61"), caplog.at_level(logging.WARNING):
+        loop.decode(make_model(), *make_documents(LENGTHS), generation)
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -220,6 +240,9 @@ def draw(chance: random.Random) -> dict[str, Any]:
     options["min_new_tokens"] = chance.choice([0, 2, options["max_new_tokens"]])
     options["no_repeat_ngram_size"] = chance.choice([0, 0, 2, 3])
     options["repetition_penalty"] = chance.choice([1.0, 1.0, 1.4])
+    if chance.random() < 0.5:
+        drawn = [[chance.randrange(3, VOCABULARY) for _ in range(chance.randint(1, 3))] for _ in range(200)]
+        options["bad_words_ids"] = drawn
     options["eos_token_id"] = chance.choice([2, [2, 5, 6]])
     if options["num_beams"] > 1:
         options["length_penalty"] = chance.choice([-1.0, 0.0, 1.0, 2.0])
@@ -336,7 +359,7 @@ def no_questions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_step_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch, beams: int):
-    everything = {"ngram": 2, "repetition": 1.3, "floor": 5, "first": (9,), "last": (2, 4)}
+    everything = {"ngram": 2, "banned": ((7,), (5, 6)), "repetition": 1.3, "floor": 5, "first": (9,), "last": (2, 4)}
     rules = Rules(beams, 12, 0, (2, 4), **everything, early_stopping=True)
     model, (tokens, mask) = make_model("both"), make_documents([30, 7])
     with torch.inference_mode():
@@ -491,7 +514,7 @@ def test_a_document_with_numbers_gone_wrong_does_not_spoil_the_next():
         ({"do_sample": True}, "`do_sample`"),
         ({"do_sample": True, "num_beams": 2}, "`do_sample`"),
         ({"num_beams": 3, "num_return_sequences": 2}, "`num_return_sequences`"),
-        ({"bad_words_ids": [[5]]}, "NoBadWordsLogitsProcessor"),
+        ({"sequence_bias": [[[5], -2.0]]}, "SequenceBiasLogitsProcessor"),
         ({"suppress_tokens": [5, 6]}, "SuppressTokensLogitsProcessor"),
         ({"renormalize_logits": True, "num_beams": 2}, "LogitNormalization"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor"),

@@ -91,7 +91,7 @@ class FusedDecoder(Decoder):
     def _takes(self) -> bool:
         """Tell whether the search takes the likeliest token and asks for no more."""
         rules = self.search.rules
-        more = rules.ngram or rules.repetition != 1.0 or rules.first or rules.last
+        more = rules.ngram or rules.banned or rules.repetition != 1.0 or rules.first or rules.last
         return isinstance(self.search, Greedy) and not more
 
     def _layers(self, length: int) -> tuple[Tensor, Tensor]:

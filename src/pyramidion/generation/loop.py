@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
     logits_process.RepetitionPenaltyLogitsProcessor: lambda one: {"repetition": one.penalty},
     logits_process.NoRepeatNGramLogitsProcessor: lambda one: {"ngram": one.ngram_size},
+    logits_process.NoBadWordsLogitsProcessor: lambda one: {"banned": tuple(one.sequence_bias)},
     logits_process.MinLengthLogitsProcessor: lambda one: {"floor": one.min_length},
     logits_process.MinNewTokensLengthLogitsProcessor: lambda one: {
         "floor": one.min_new_tokens + one.prompt_length_to_skip
@@ -326,6 +327,8 @@ def _write(
         check_model(model)
         check_call(model, input_ids, handed)
         rules = read_rules(generation_config, logits_processor, stopping_criteria)
+        if any(max(sequence) >= model.config.vocab_size for sequence in rules.banned):
+            raise Unsupported("`bad_words_ids` with a token that the model does not have")
     except Unsupported as reason:
         if mode not in ("_sample", "_beam_search"):
             raise

@@ -23,6 +23,7 @@ class Rules:
     ends        tokens that end a text
     floor       no end before a text has so many tokens, the start token counted
     ngram       no so many tokens in a row come twice; 0: they may
+    banned      sequences of tokens that never come
     repetition  logits of tokens that are there already are divided by it, or multiplied where negative
     first, last tokens that must come first, and where the limit is reached
     """
@@ -33,6 +34,7 @@ class Rules:
     ends: tuple[int, ...] = ()
     floor: int = 0
     ngram: int = 0
+    banned: tuple[tuple[int, ...], ...] = ()
     repetition: float = 1.0
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
@@ -61,6 +63,7 @@ class Search:
         self.ends = torch.tensor(rules.ends, dtype=torch.long, device=device)
         self.ending = self._among(rules.ends)  # [v]
         self.first, self.last = self._only(rules.first), self._only(rules.last)  # [v]
+        self.banned = _split_last(rules.banned, device)
 
     def _among(self, tokens: tuple[int, ...]) -> Tensor:
         marks = torch.zeros(self.vocabulary, dtype=torch.bool)
@@ -102,6 +105,8 @@ class Search:
             scores = _less_of(scores, texts, position, rules.repetition)
         if 0 < rules.ngram <= length:
             scores = _no_repeat(scores, texts, position, rules.ngram)
+        if rules.banned:
+            scores = _never(scores, texts, position, *self.banned)
         if rules.floor > 1 and rules.ends:
             scores = scores.masked_fill(self.ending & (position + 1 < rules.floor), -torch.inf)
         if rules.first:
@@ -138,9 +143,29 @@ def _no_repeat(scores: Tensor, texts: Tensor, position: Tensor, size: int) -> Te
     windows = texts.unfold(1, size, 1)  # [r l-size+1 size]
     whole = torch.arange(size - 1, texts.shape[1], device=texts.device) <= position  # ends where there is text
     same = (windows[..., :-1] == tail.unsqueeze(1)).all(-1) & whole
+    return _forbid(scores, windows[..., -1], same)
+
+
+def _split_last(banned: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Part sequences into what stands before their last token [m l], filled up with -1 on the left, and that [m]."""
+    most = max((len(sequence) for sequence in banned), default=1) - 1
+    before = [(-1,) * (most - len(sequence) + 1) + sequence[:-1] for sequence in banned]
+    last = [sequence[-1] for sequence in banned]
+    return torch.tensor(before, device=device).long().view(len(banned), most), torch.tensor(last, device=device).long()
+
+
+def _never(scores: Tensor, texts: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
+    """Forbid the last tokens [m] of what a text [r l] ends with the rest of, [m t]; -1 there is any token, or none."""
+    size = before.shape[1]
+    places = position - (size - 1) + torch.arange(size, device=texts.device)
+    tail = torch.where(places >= 0, texts.index_select(1, places.clamp(min=0)), -2).unsqueeze(1)  # [r 1 t]
+    return _forbid(scores, last.expand(texts.shape[0], -1), ((tail == before) | (before == -1)).all(-1))
+
+
+def _forbid(scores: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
+    """Give tokens [r m] no chance in scores [r v] where that is asked for."""
     spare = scores.shape[1]
-    followed = torch.where(same, windows[..., -1], spare)
-    return F.pad(scores, (0, 1)).scatter(1, followed, -torch.inf)[:, :spare]
+    return F.pad(scores, (0, 1)).scatter(1, torch.where(where, tokens, spare), -torch.inf)[:, :spare]
 
 
 class Greedy(Search):
