@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from pyramidion import cli
-from pyramidion.bench import generate, length, measure, models, peers, rows, table
+from pyramidion.bench import generate, length, measure, models, peers, profile, rows, table
 from pyramidion.bench.peers import Candidate
 from pyramidion.presets import DROPOUTS, PRESETS
 
@@ -574,6 +574,95 @@ class TestGenerate:
         assert "share" not in generate.account(ms=9.0, encode_ms=10.0, tokens=10, read=1e6, bandwidth=1e9)
 
 
+class TestProfile:
+    def test_times_of_overlapping_kernels_add_up_to_the_whole(self):
+        spans = [
+            ("b", 2.0, 9.0),
+            ("a", 0.0, 4.0),
+            ("c", 3.0, 8.0),
+            ("a", 12.0, 15.0),
+            ("d", 12.5, 13.0),
+            ("e", 15.0, 15.0),
+        ]
+        told = profile.account(profile.Span(*span) for span in spans)
+        added = {kernel["name"]: (kernel["launches"], kernel["ms"], kernel["own_ms"]) for kernel in told["kernels"]}
+        assert added == {
+            **{"a": (2, 4.0 + 2.5, 7.0), "c": (1, 4.0, 5.0), "b": (1, 1.0, 7.0)},
+            **{"d": (1, 0.5, 0.5), "e": (1, 0.0, 0.0)},
+        }
+        assert (told["whole_ms"], told["idle_ms"]) == (15.0, 3.0)
+        assert [kernel["name"] for kernel in told["kernels"]][:2] == ["a", "c"], "the longest first"
+        assert profile.account([]) == {"whole_ms": 0.0, "idle_ms": 0.0, "kernels": []}
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_no_time_is_lost_or_counted_twice(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        starts = (torch.rand(60, generator=generator) * 50).tolist()
+        ends = [
+            start + length for start, length in zip(starts, torch.rand(60, generator=generator).tolist(), strict=True)
+        ]
+        told = profile.account(profile.Span("k", *span) for span in zip(starts, ends, strict=True))
+        moments = torch.linspace(min(starts), max(ends), 200_001)
+        running = sum(((moments >= start) & (moments < end) for start, end in zip(starts, ends, strict=True)))
+        busy = told["whole_ms"] * (running > 0).double().mean().item()
+        assert told["kernels"][0]["ms"] == pytest.approx(busy, abs=0.02)
+        assert told["kernels"][0]["ms"] + told["idle_ms"] == pytest.approx(max(ends) - min(starts))
+
+    @pytest.mark.parametrize(
+        ("kernel", "part"),
+        [
+            ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "products"),
+            ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6_128x64x128_4x1x1", "attention"),
+            ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float>", "attention"),
+            ("void at::native::cunn_SoftMaxForward<4, LogSoftMaxForwardEpilogue>", "searching and sorting"),
+            ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "searching and sorting"),
+            ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+            ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copies and casts"),
+            ("Memcpy DtoD (Device -> Device)", "copies and casts"),
+            ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "other elementwise"),
+            ("aten::addmm", "products"), ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+            ("norm_backward", "residual sum, dropout, norm"), ("relu_dropout_backward", "ReLU, dropout, bias"),
+            ("decode_attend", "decode_attend"), ("something new", "the rest"),
+        ],
+    )  # fmt: skip
+    def test_kernels_are_known_by_what_they_are_for(self, kernel, part):
+        assert profile.part_of(kernel) == part
+
+    def test_the_command_tells_where_all_the_time_goes(self, tmp_path):
+        done = invoke("bench", "profile", "--quick", "--device", "cpu", "--output", tmp_path)
+        assert done.exit_code == 0, done.output
+        (path,) = tmp_path.glob("profile-quick_*.json")
+        written = json.loads(path.read_text())
+        assert [row["measure"] for row in written["rows"]] == ["train", "greedy", "beam"]
+        for row in written["rows"]:
+            parts = {line["part"]: line for line in profile.parts(row)}
+            assert sum(line["ms"] for line in parts.values()) == pytest.approx(row["whole_ms"])
+            assert parts["products"]["launches"] > 20
+            assert parts["attention"]["ms"] > 0
+            assert sum(line["share"] for line in parts.values()) == pytest.approx(1.0)
+        assert "optimizer" in {line["part"] for line in profile.parts(written["rows"][0])}
+        assert "## tiny-pyramidion, training step, batch 1, dropout of the paper" in done.stdout
+        assert "| products |" in done.stdout
+        assert path.with_name(f"{path.stem}_write.png").stat().st_size > 10_000
+
+    def test_dropout_is_the_papers_or_the_peers(self, monkeypatch):
+        seen = []
+        monkeypatch.setattr(models.Bench, "train", lambda self, *_, **__: seen.append(self.candidate.config) or {})
+        settings = quick(profile, measures=("train",), dropouts=profile.DROPOUTS, models=("tiny-pyramidion", "led"))
+        found = profile.cases(settings)
+        for case in found:
+            profile.measure_case(case, settings)
+        assert [(case["model"], case["dropout"]) for case in found] == [
+            ("tiny-pyramidion", "paper"), ("tiny-pyramidion", "peers"), ("led", "peers"),
+        ]  # fmt: skip
+        assert [config.attention_dropout for config in seen] == [0.1, 0.0, 0.0]
+
+    def test_long_names_do_not_break_a_table(self):
+        assert profile.short("a|b`c") == "a/b'c"
+        assert len(profile.short("x" * 500)) == 72
+
+
 SHARED = {"repeats": (4, 4), "budget": (5, 5.0), "limit-seconds": (6, 6.0)}
 CHOSEN = {"models": ("led,bart", ("led", "bart")), "batches": ("3,4", (3, 4)), "dtype": ("bfloat16", "bfloat16")}
 COMMANDS = {
@@ -592,13 +681,18 @@ COMMANDS = {
         **{"dtype": ("tf32", "tf32"), "recompute": (None, True), "longest": (None, True)},
     },
     "generate": {**CHOSEN, "length": (128, 128), "tokens": (9, 9), "beams": ("3", (3,)), "writers": ("engine",) * 2},
+    "profile": {
+        **{"models": ("led,bart", ("led", "bart")), "length": (128, 128), "measures": ("beam", ("beam",))},
+        **{"target": (7, 7), "tokens": (9, 9), "train-batches": ("3,4", (3, 4)), "write-batches": ("5", (5,))},
+        **{"dropouts": ("peers", ("peers",)), "dtype": ("bfloat16", "bfloat16")},
+    },
 }
-FIELDS = {"limit-seconds": "limit", "length": "n", "train-batch": "train_batch", "write-batch": "write_batch"}
+FIELDS = {"limit-seconds": "limit", "length": "n"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_arrives(command, monkeypatch, tmp_path):
-    page = {"models": models, "table": table, "length": length, "generate": generate}[command]
+    page = {"models": models, "table": table, "length": length, "generate": generate, "profile": profile}[command]
     options = COMMANDS[command] | SHARED
     seen = []
     monkeypatch.setattr(page, "run", lambda settings, *_: seen.append(settings))
@@ -609,7 +703,7 @@ def test_every_option_arrives(command, monkeypatch, tmp_path):
     assert done.exit_code == 0, done.output
     (settings,) = seen
     for name, (_, value) in options.items():
-        field = "forms" if (command, name) == ("length", "models") else FIELDS.get(name, name)
+        field = "forms" if (command, name) == ("length", "models") else FIELDS.get(name, name.replace("-", "_"))
         wanted = ("engine",) if name == "writers" else value
         assert getattr(settings, field) == wanted, name
 
@@ -636,8 +730,9 @@ def test_every_option_arrives(command, monkeypatch, tmp_path):
         (["length", "--device", "tpu"], "`device` must be auto, cpu or cuda, got 'tpu'."),
         (["generate", "--beams", "0"], "`beams` must be at least 1, got 0."),
         (["generate", "--writers", "monk"], "`writers` must be among engine, transformers, got monk."),
+        (["profile", "--dropouts", "none"], "`dropouts` must be among paper, peers, got none."),
         (["generate", "--output", __file__], "`--output` must be a folder, got the file"),
-        (["draw", __file__], "`FILE` must be a result of bench models, table, length or generate, got"),
+        (["draw", __file__], "`FILE` must be a result of bench models, table, length, generate or profile, got"),
     ],
 )
 def test_bad_options_get_one_line(arguments, message):

@@ -173,7 +173,7 @@ def _peak_of_cuda(fn: Callable[[], object], device: torch.device) -> int:
 
 
 def _peak_of_cpu(fn: Callable[[], object]) -> int:
-    with _silent_stderr():
+    with silent_stderr():
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             result = fn()
@@ -201,7 +201,7 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _silent_stderr() -> Iterator[None]:
+def silent_stderr() -> Iterator[None]:
     """Drop what the profiler's C++ side says about starting and stopping; Python cannot ask it not to."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

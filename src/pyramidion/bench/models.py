@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -148,7 +148,7 @@ def named(attention: str, how: str) -> str:
 
 @dataclass(frozen=True)
 class Bench:
-    """One model and one batch of documents, on which things are done by the clock."""
+    """One model and one batch of documents, on which things are done by the clock; `also` looks at them once more."""
 
     candidate: Candidate
     n: int
@@ -159,10 +159,11 @@ class Bench:
     budget: float = 30.0
     seed: int = 0
     recompute: bool = False
+    also: Callable[[Callable[[], object]], Row] | None = None
 
     def within(self, budget: float, seed: int = 0) -> Bench:
         """Give the same with another budget and seed."""
-        return Bench(**{**self.__dict__, "budget": budget, "seed": seed})
+        return replace(self, budget=budget, seed=seed)
 
     def train(self, attention: str, target: int, *, how: str = "") -> Row:
         """Time forward, backward and the step of the optimizer, done in one of the `manners`."""
@@ -198,7 +199,8 @@ class Bench:
 
     def _clock(self, fn: Callable[[], object], held: int, **options: Any) -> Row:
         torch.manual_seed(self.seed)
-        return rows.clock(fn, device=self.device, budget=self.budget, repeats=self.repeats, held=held, **options)
+        row = rows.clock(fn, device=self.device, budget=self.budget, repeats=self.repeats, held=held, **options)
+        return row | (self.also(fn) if self.also else {})
 
 
 def training_step(

@@ -28,6 +28,7 @@ Older = Annotated[bool, typer.Option("--older", help="Take over rows of other co
 Caches = Annotated[str | None, typer.Option(help="Of transformers, to try: dynamic, static. [both]")]
 Compile = Annotated[bool, typer.Option("--compile", help="Try torch.compile as well; the better counts.")]
 RESULTS = Path("benchmarks/results")
+PAGES = ("models", "table", "length", "generate", "profile")  # benchmarks of whole models, row by row
 
 bench = typer.Typer(help="Measure what the library does, on this machine.", no_args_is_help=True)
 
@@ -289,8 +290,43 @@ def generate(
 
 
 @bench.command()
+def profile(
+    device: Device = "auto",
+    models: Annotated[str | None, typer.Option(help="Names separated by commas. [ours]")] = None,
+    n: Annotated[int | None, typer.Option("--length", help="Tokens of a document. [8192 on a GPU]")] = None,
+    measures: Annotated[str | None, typer.Option(help="Of train, greedy and beam. [all]")] = None,
+    target: Annotated[int | None, typer.Option(help="Tokens of a summary in training. [512 on a GPU]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens that are written. [512 on a GPU]")] = None,
+    train_batches: Annotated[str | None, typer.Option(help="Documents of a training step. [64,8 on a GPU]")] = None,
+    write_batches: Annotated[str | None, typer.Option(help="Documents summarised at once. [8 on a GPU]")] = None,
+    dropouts: Annotated[str | None, typer.Option(help="In training, that of the paper, of the peers, or both.")] = None,
+    dtype: Dtype = None,
+    repeats: Repeats = None,
+    budget: Budget = None,
+    limit: Limit = None,
+    output: Output = RESULTS,
+    name: Name = None,
+    quick: Quick = False,
+    fresh: Fresh = False,
+    older: Older = False,
+) -> None:
+    """Look where the time of a training step and of writing goes, kernel by kernel, by what the kernels are for.
+
+    On a GPU the times of all kernels, and those in which none ran, add up to the whole; on a CPU those of torch's
+    operators do. Writes JSON, Markdown and figures.
+
+    Example: pyramidion bench profile --measures train --train-batches 64
+    """
+    given: dict[str, Any] = {"models": _split(models), "n": n, "measures": _split(measures), "target": target}
+    given |= {"train_batches": _numbers("train-batches", train_batches), "tokens": tokens}
+    given |= {"write_batches": _numbers("write-batches", write_batches), "dropouts": _split(dropouts)}
+    given |= {"dtype": dtype, "repeats": repeats, "budget": budget, "limit": limit}
+    _measure("profile", given, device, output, name, quick, fresh=fresh, older=older)
+
+
+@bench.command()
 def draw(
-    file: Annotated[Path, typer.Argument(help="The JSON file of models, table, length or generate.")],
+    file: Annotated[Path, typer.Argument(help="The JSON file of models, table, length, generate or profile.")],
 ) -> None:
     """Write the Markdown and the figures of a result again, beside it: where it was measured they may be missing.
 
@@ -304,16 +340,18 @@ def draw(
         document = json.loads(file.read_text())
         page = _page(document["benchmark"])
     except (OSError, ValueError, KeyError, TypeError, ImportError):
-        refuse(f"`FILE` must be a result of bench models, table, length or generate, got {str(file)!r}.")
+        refuse(f"`FILE` must be a result of bench models, table, length, generate or profile, got {str(file)!r}.")
     for path in publish(page, document, file.parent, file.stem):
         typer.echo(path)
 
 
 def _page(benchmark: str) -> Any:
     """Give the module of a benchmark."""
-    from pyramidion.bench import generate, length, models, table
+    from importlib import import_module
 
-    return {"models": models, "table": table, "length": length, "generate": generate}[benchmark]
+    if benchmark not in PAGES:
+        raise KeyError(benchmark)
+    return import_module(f"pyramidion.bench.{benchmark}")
 
 
 def _split(text: str | None) -> tuple[str, ...] | None:
