@@ -36,7 +36,7 @@ bench-padding: setup ## measure documents of mixed lengths in one batch
 	$(BIN)/pyramidion bench padding
 
 bench-models: setup ## measure our models beside their peers: lengths, writing, the paper's tables; run again to go on
-	for what in models length generate table; do $(BIN)/pyramidion bench $$what --limit-seconds 600 || exit 1; done
+	for what in models length generate table profile; do $(BIN)/pyramidion bench $$what --limit-seconds 600 || exit 1; done
 
 torture: setup ## kill runs, damage checkpoints, and see that nothing is lost (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/pyramidion bench torture

@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 from pyramidion.cli import main
 from pyramidion.data import Collator, Example, LengthGroupedBatches, TokenStore
 from pyramidion.data import preparation as preparation_module
+from pyramidion.data import report as data_report
 from pyramidion.data.preparation import BadLines, Settings, prepare
 from pyramidion.data.sources import Columns, find_sources
 from pyramidion.data.streams import BOM, chunks
@@ -373,18 +374,18 @@ def test_the_tokenizer_does_not_see_what_is_split_off(tmp_path: Path):
 
 
 def test_a_sample_is_taken_evenly(tmp_path: Path):
-    paths = [
-        write_jsonl(tmp_path / f"train-{i}.jsonl", [article(100 * i + j) for j in range(9 * i + 1)]) for i in range(3)
-    ]
-    sources, _ = find_sources([str(path) for path in paths], [])
+    marks = "ABC"  # each text begins with that of its file, however short it is cut
+    for i, mark in enumerate(marks):
+        own = [article(100 * i + j) for j in range(9 * i + 1)]
+        marked = [{name: mark + text for name, text in record.items()} for record in own]
+        write_jsonl(tmp_path / f"train-{i}.jsonl", marked)
+    sources, _ = find_sources([str(tmp_path)], [])
     asked = Settings(sources, tmp_path / "out", validation=0, sample=3000)
     texts = list(preparation_module._sample(asked, lambda *_: None))
-    assert sum(map(len, texts)) == 3000
-    whole = [sum(len(text) for text in article(0).values()) - len("doc-0")]
-    for i in (1, 2):
-        own = [text for j in range(9 * i + 1) for text in list(article(100 * i + j).values())[1:]]
-        whole.append(sum(len(text) for text in texts if any(one.startswith(text) for one in own)))
-    assert abs(whole[1] - whole[2]) <= 1, "two files that have enough give equally much"
+    taken = [sum(len(text) for text in texts if text.startswith(mark)) for mark in marks]
+    assert sum(taken) == 3000
+    assert taken[0] == sum(len(text) + 1 for name, text in article(0).items() if name != "id")
+    assert abs(taken[1] - taken[2]) <= 1, "two files that have enough give equally much"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -1252,6 +1253,29 @@ def test_duplicates_within_and_across(tmp_path: Path, tokenizer_folder: str):
         [("train", 0, "doc-0"), ("train", 2, "loud"), ("train", 3, "again"), ("test", 2, "leak too")],
         [("train", 1, "doc-1"), ("test", 1, "leak")],
     ]
+
+
+@pytest.mark.parametrize("room", [1 << 18, 40, 3])
+def test_sentences_that_many_summaries_share_are_told(
+    room: int, tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where there is room to count but a few at a time; those that stand out must."""
+    monkeypatch.setattr(data_report, "ROOM", room)
+    often, seldom = "This article was edited by the Editor.", "That one was not edited by him."
+    records = [{**article(i), "abstract": f"Finding number {i} is a new one here. We saw it."} for i in range(60)]
+    for record in records[:40]:
+        record["abstract"] += f" {often}  {often}"
+    records[50]["abstract"] += " THIS article was  edited\nby the Editor."
+    for record in records[45:49]:
+        record["abstract"] += f" {seldom}"
+    write_jsonl(tmp_path / "train.jsonl", records)
+    done = invoke(
+        tmp_path, "--output", tmp_path / "out", "--validation", 0, "--tokenizer", tokenizer_folder, "--workers", 1
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["shared"] == {"train": [{"summaries": 41, "sentence": often}]}
+    assert f"One sentence in 41 summaries of train, to be learnt by heart: {often}" in done.stdout
 
 
 def test_without_matplotlib_there_is_a_note(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito: told apart with any colour vision
+SENTENCE = re.compile(r"(?<=[.!?])\s+")
+WORDS, OFTEN, RARELY = 5, 5, 2000  # a sentence that counts; summaries that it is in, at least, and one of so many
+ROOM = 1 << 18  # sentences that are counted at the same time
+LISTED, TOLD = 20, 3  # sentences in the report; on the screen
 EDGES = [0, *sorted({round(2 ** (i / 4)) for i in range(129)})]  # four to an octave, up to 2³²
 
 
@@ -34,6 +39,7 @@ def write_report(store: TokenStore, bad: dict[str, Any], max_source: int) -> tup
         "splits": splits,
         "bad_lines": {"total": sum(bad["splits"].values()), "reasons": bad["reasons"]},
         "duplicates": write_duplicates(store),
+        "shared": {name: shared_sentences(store[name]) for name in store.splits},
     }
     (store.path / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     try:
@@ -113,6 +119,43 @@ def _copies(store: TokenStore) -> Iterator[list[tuple[str, int]]]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Sentences that many summaries share
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def shared_sentences(split: Split) -> list[dict[str, Any]]:
+    """List the sentences that stand in many summaries, the most frequent first: a model learns them by heart.
+
+    Where there is no room to count all, every count is lowered by one, and what comes to nothing is forgotten. What is
+    frequent outlasts that, and is counted once more.
+    """
+    least = max(OFTEN, len(split) // RARELY)
+    counts: Counter[int] = Counter()
+    lowered = 0
+    for i in range(len(split)):
+        counts.update({hash(sentence.lower()) for sentence in _sentences(split.summary_text(i))})
+        if len(counts) > ROOM:
+            counts = Counter({sentence: count - 1 for sentence, count in counts.items() if count > 1})
+            lowered += 1
+    frequent = {sentence for sentence, count in counts.items() if count + lowered >= least}
+    if not frequent:
+        return []
+    found: dict[int, list[Any]] = {}
+    for i in range(len(split)):
+        for key, sentence in {hash(one.lower()): one for one in _sentences(split.summary_text(i))}.items():
+            if key in frequent:
+                found.setdefault(key, [0, sentence])[0] += 1
+    listed = sorted(found.values(), key=lambda one: (-one[0], one[1]))
+    return [{"summaries": count, "sentence": sentence} for count, sentence in listed if count >= least][:LISTED]
+
+
+def _sentences(text: str) -> list[str]:
+    """Split a text, roughly; what is too short to mean anything is left out."""
+    parts = (" ".join(part.split()) for part in SENTENCE.split(text))
+    return [part for part in parts if part.count(" ") >= WORDS - 1]
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # On the screen and on paper
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -151,7 +194,7 @@ def rich_table(report: dict[str, Any]) -> Table:
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
-    """Say what is there twice and what was left out."""
+    """Say what is there twice, what was left out, and what a model would say of anything."""
     lines = []
     duplicates = report["duplicates"]
     for split, count in duplicates["within"].items():
@@ -162,7 +205,12 @@ def remarks(report: dict[str, Any]) -> list[str]:
             lines.append(f"Duplicates across {pair.replace(', ', ' and ')}: {count:,} (duplicates.jsonl).")
     for reason, count in report["bad_lines"]["reasons"].items():
         lines.append(f"Left out: {count:,} × {reason} (bad_lines.txt).")
-    return lines or ["No duplicates, no bad lines."]
+    lines = lines or ["No duplicates, no bad lines."]
+    for split, found in report["shared"].items():
+        for one in found[:TOLD]:
+            shown = one["sentence"] if len(one["sentence"]) <= 80 else one["sentence"][:79] + "…"
+            lines.append(f"One sentence in {one['summaries']:,} summaries of {split}, to be learnt by heart: {shown}")
+    return lines
 
 
 def write_figure(path: Path, report: dict[str, Any]) -> Path:
