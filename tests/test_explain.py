@@ -792,7 +792,7 @@ def test_the_command_writes_a_page(call: Any, tmp_path: Path):
 def test_without_a_text_the_command_takes_the_built_in_one(call: Any, tmp_path: Path, folder: Path):
     done = call("--text", "--output", "page.html")
     assert done.exit_code == 0
-    assert done.stdout.startswith("How Living Cells Count to Twenty-Four Hours\n")
+    assert done.stdout.startswith("How Strongly Circadian Neurons Should Be Coupled\n")
     assert done.stderr.splitlines()[-2:] == ["page.html", f"Any other text: pyramidion serve --model {str(folder)!r}"]
     assert "suprachiasmatic" in (tmp_path / "page.html").read_text()
 
