@@ -202,14 +202,14 @@ def test_kept_bytes_by_hand():
     assert cost.of("encoder feed-forward").bytes == 128 + 256 + residual
     assert cost.of("output head").bytes == 3 * 8 * 4
     plain = count(config, target=3, bytes=4, device="cpu")
-    residual = 128 + 128 + 2 * 16  # the factors of dropout, the norm's input, mean and deviation
+    residual = 32 + 128 + 2 * 16  # a byte a number of dropout, the norm's input, mean and deviation
     assert plain.of("encoder projections").bytes == 128 + residual
-    assert plain.of("encoder feed-forward").bytes == 128 + 2 * 256 + 256 + residual
+    assert plain.of("encoder feed-forward").bytes == 128 + 2 * 256 + 64 + residual
 
     half = count(config, target=3, bytes=2)
     assert half.of("encoder projections").bytes == 64 + 64 + 2 * 16  # the stream is half as wide, too
     plain = count(config, target=3, bytes=2, device="cpu")
-    residual = 64 + 128 + 2 * 16
+    residual = 32 + 128 + 2 * 16
     assert plain.of("encoder projections").bytes == 3 * 64 + residual  # query, key and value each cast the input
     eager = count(config, target=3, bytes=4, implementation="eager")
     matrix = 2 * 4 * 4
@@ -317,7 +317,7 @@ def test_kept_bytes_are_those_that_autograd_keeps(name: str, implementation: str
     """Dropout is on as in training, but for attention weights where a CPU has no fused kernel for it."""
     rate = 0.1 if implementation == "eager" else 0.0
     config = shrunk(name, attn_implementation=implementation, attention_dropout=rate)
-    error = 0.012 if length is None else 0.045  # a tail brings masks and copies, which count in small models
+    error = 0.014 if length is None else 0.055  # a tail brings masks and copies, which count in small models
     length = config.entering[0] if length is None else length
     options = {"length": length, "target": 37, "batch": 2, "bytes": bytes, "implementation": implementation}
     counted = count(config, **options, device="cpu").bytes + (2 * matrix_elements(config) if bytes == 2 else 0)

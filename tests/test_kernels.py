@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 from pyramidion.kernels import direction, embedding, feed_forward, functions, products, residual, tiles
-from pyramidion.kernels.chance import scale, threshold
+from pyramidion.kernels.dropout import dropout, scale, threshold
 from pyramidion.kernels.launching import unplanned
 from pyramidion.kernels.tiles import Tiling
 
@@ -525,3 +525,52 @@ def test_unplanned_leaves_cudnn_out_and_all_as_it_was():
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
     with unplanned(torch.device("cpu")):
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Dropout on a CPU
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.97])
+def test_dropout_keeps_its_share_and_scales_it_exactly(rate: float, dtype: torch.dtype):
+    x = (torch.rand(1001, 997) + 0.5).to(dtype).requires_grad_()
+    torch.manual_seed(3)
+    out = dropout(x, rate)
+    kept = out != 0
+    dropped = threshold(rate) / 65536
+    assert abs(dropped - rate) <= 0.5 / 65536
+    assert abs((~kept).double().mean() - dropped) < 5 * (rate * (1 - rate) / x.numel()) ** 0.5
+    assert torch.equal(out[kept], (x * scale(rate))[kept])
+    assert scale(rate) * (1 - dropped) == pytest.approx(1, rel=1e-12)
+    (slope,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert torch.equal(slope, torch.where(kept, torch.tensor(scale(rate), dtype=dtype), torch.zeros((), dtype=dtype)))
+    torch.manual_seed(3)
+    assert torch.equal(dropout(x, rate), out)
+    assert not torch.equal(dropout(x, rate), out)
+
+
+def test_dropout_treats_neighbours_and_places_alike():
+    """Four elements share a draw: each of them, and each pair, must be dropped as often as any."""
+    torch.manual_seed(0)
+    dropped = (dropout(torch.ones(200_000, 4), 0.3) == 0).double()
+    share, once = threshold(0.3) / 65536, 5 * (0.21 / 200_000) ** 0.5
+    assert ((dropped.mean(0) - share).abs() < once).all()
+    both = dropped.T @ dropped / len(dropped)
+    assert ((both - share**2).abs() < once)[~torch.eye(4, dtype=torch.bool)].all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (2, 3, 7)], ids=str)
+def test_dropout_of_any_shape(shape: tuple[int, ...]):
+    x = torch.ones(shape).transpose(0, -1)
+    assert dropout(x, 0.5).shape == x.shape
+    assert torch.equal(dropout(x, 0.0), x)
+    assert not dropout(x, 1.0).any()
+    kept = torch.nn.functional.dropout(x, 1e-7)
+    assert torch.equal(dropout(x, 1e-7) != 0, kept != 0)
+
+
+def test_dropout_compiles_as_torchs_own():
+    compiled = torch.compile(dropout, fullgraph=True, backend="aot_eager")
+    assert 0.05 < (compiled(torch.ones(10_000), 0.1) == 0).double().mean() < 0.15

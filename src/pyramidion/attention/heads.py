@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyramidion.attention.layout import Layout
+from pyramidion.kernels.dropout import dropout as drop
 from pyramidion.kernels.functions import multiply
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
@@ -27,7 +28,7 @@ def eager(
     elif mask is not None:
         products = products + mask
     weights = products.softmax(-1, dtype=torch.promote_types(products.dtype, torch.float32)).to(query.dtype)
-    mixed = F.dropout(weights, dropout, training=dropout > 0) @ value
+    mixed = drop(weights, dropout) @ value
     return mixed.transpose(1, 2), weights
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyramidion.attention.layout import Layout
 from pyramidion.attention.local import LocalHeads
+from pyramidion.kernels.dropout import dropout as drop
 from pyramidion.kernels.functions import multiply
 from pyramidion.scoring import full_precision
 
@@ -119,7 +120,7 @@ def lsh(
     products = (query @ key.transpose(-1, -2)).to(wide) * query.shape[-1] ** -0.5 + chunks.bias(wide)  # [C h r c 2c]
     total = products.logsumexp(-1, keepdim=True)  # [C h r c 1]
     weights = (products - total).exp().to(value.dtype)
-    mixed = F.dropout(weights, dropout, training=dropout > 0) @ value  # [C h r c e]
+    mixed = drop(weights, dropout) @ value  # [C h r c e]
 
     share = chunks.give(total).softmax(-2)  # [B m h r 1]
     return (share * chunks.give(mixed)).sum(-2).to(value.dtype)

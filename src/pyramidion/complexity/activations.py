@@ -19,7 +19,7 @@ class Precision:
     bytes   of what is multiplied: 4 in float32, 2 under bfloat16 autocast, which leaves norms, softmax, scores and
             the sums of residuals in float32, but for what our kernels compute
     eager   attention with its matrix written out, instead of torch's fused kernels
-    device  on `cuda` our kernels serve; a dropout of torch keeps one bool a number there, the factors on `cpu`
+    device  on `cuda` our kernels serve
     """
 
     bytes: int = 2
@@ -44,16 +44,15 @@ class Precision:
         """Keep the input of several products: one tensor, or a copy for each that has to cast it."""
         return elements * self.bytes * (readers if self.cast and not self.kernels else 1)
 
-    def dropped(self, elements: int, rate: float, of: int | None = None) -> int:
-        """Keep which of the numbers, `of` so many bytes each, a dropout let through."""
-        if rate == 0:
-            return 0
-        return elements * (BOOL if self.device == "cuda" else (of or self.bytes))
+
+def dropped(elements: int, rate: float) -> int:
+    """Keep which of the numbers a dropout let through."""
+    return elements * BOOL if rate > 0 else 0
 
 
 def embedding(config: PyramidionConfig, tokens: int, how: Precision) -> int:
     """Keep what looking tokens up needs."""
-    return tokens * INDEX + how.dropped(tokens * config.hidden_size, config.dropout, FLOAT)  # token numbers, dropout
+    return tokens * INDEX + dropped(tokens * config.hidden_size, config.dropout)  # token numbers, dropout
 
 
 def residual(config: PyramidionConfig, tokens: int, how: Precision) -> int:
@@ -62,7 +61,7 @@ def residual(config: PyramidionConfig, tokens: int, how: Precision) -> int:
     if how.kernels:
         return tokens * d * how.stream(config) + 2 * tokens * FLOAT  # the sublayer's result, or the sum; its norm's
     return (
-        how.dropped(tokens * d, config.dropout)  # of the sublayer's result
+        dropped(tokens * d, config.dropout)  # of the sublayer's result
         + tokens * d * FLOAT  # the norm's input: the sum
         + 2 * tokens * FLOAT  # the norm's mean and deviation
     )
@@ -80,7 +79,7 @@ def feed_forward(config: PyramidionConfig, tokens: int, how: Precision) -> int:
     return (
         how.inputs(tokens * config.hidden_size, 1)  # the input of widening
         + copies * inner * how.bytes  # what the activation remembers; the input of narrowing, if it is another
-        + (0 if fused else how.dropped(inner, rate))
+        + (0 if fused else dropped(inner, rate))
         + residual(config, tokens, how)
     )
 
@@ -126,7 +125,7 @@ def _weights(matrix: int, rate: float, how: Precision) -> int:
     again = rate > 0 or how.cast
     return (
         matrix * FLOAT  # the softmax
-        + how.dropped(matrix, rate)
+        + dropped(matrix, rate)
         + again * matrix * how.bytes  # the weights that meet the values, if they are others
     )
 

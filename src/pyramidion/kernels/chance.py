@@ -1,7 +1,7 @@
 """Dropout inside a kernel: who is kept is decided anew from a seed whenever it is asked, so that no mask is stored.
 
 One draw of Philox (4 x 32 bits, 7 rounds) decides for 8 neighbours by 16 bits each. A thread reads just these in one
-access, so nobody draws twice. A rate is therefore a multiple of 1/65536, and what is kept is scaled by exactly that.
+access, so nobody draws twice. `dropout` says what a rate is then.
 """
 
 import torch
@@ -20,16 +20,6 @@ def keeps(seed, draw, part, threshold):
     word = tl.where(pair == 0, one, tl.where(pair == 1, two, tl.where(pair == 2, three, four)))
     bits = (word.to(tl.uint32, bitcast=True) >> ((part % 2) * 16).to(tl.uint32)) & 0xFFFF
     return bits.to(tl.int32) >= threshold
-
-
-def threshold(rate: float) -> int:
-    """Turn a rate into the number of 65536 draws that are dropped."""
-    return round(rate * 65536)
-
-
-def scale(rate: float) -> float:
-    """Say by how much what is kept grows, so that the mean stays."""
-    return 65536 / (65536 - threshold(rate))
 
 
 def new_seed(device: torch.device) -> Tensor:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyramidion.kernels.chance import PARTS, keeps, new_seed, scale, threshold
+from pyramidion.kernels.chance import PARTS, keeps, new_seed
+from pyramidion.kernels.dropout import scale, threshold
 from pyramidion.kernels.launching import launch
 from pyramidion.kernels.registration import Operator
 from pyramidion.kernels.residual import drop_backward

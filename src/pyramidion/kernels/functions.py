@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from pyramidion.kernels.dropout import dropout as drop
 from pyramidion.kernels.launching import served
 
 
@@ -39,7 +40,7 @@ def add_norm(
         from pyramidion.kernels import residual
 
         return residual.add_norm(x, change, shift, weight, bias, dropout, eps)
-    return F.layer_norm(x + F.dropout(_shifted(change, shift), dropout), weight.shape, weight, bias, eps)
+    return F.layer_norm(x + drop(_shifted(change, shift), dropout), weight.shape, weight, bias, eps)
 
 
 def add_and_norm(
@@ -57,7 +58,7 @@ def add_and_norm(
         from pyramidion.kernels import residual
 
         return residual.add_and_norm(x, change, shift, weight, bias, dropout, eps)
-    x = x + F.dropout(_shifted(change, shift), dropout)
+    x = x + drop(_shifted(change, shift), dropout)
     return x, F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
@@ -67,7 +68,7 @@ def add(x: Tensor, change: Tensor, *, shift: Tensor | None = None, dropout: floa
         from pyramidion.kernels import residual
 
         return residual.add(x, change, shift, dropout)
-    return x + F.dropout(_shifted(change, shift), dropout)
+    return x + drop(_shifted(change, shift), dropout)
 
 
 def activate(
@@ -83,7 +84,7 @@ def activate(
         from pyramidion.kernels import feed_forward
 
         return feed_forward.relu_dropout(x, shift, dropout)
-    return F.dropout(activation(_shifted(x, shift)), dropout)
+    return drop(activation(_shifted(x, shift)), dropout)
 
 
 def multiply(x: Tensor, *linears: Any, bare: bool = False) -> tuple[Any, ...]:
@@ -184,7 +185,7 @@ def place(x: Tensor, *, places: Tensor | None, table: Tensor | None, dropout: fl
     """Do the same with the vectors x [... d] at hand."""
     if places is not None and table is not None:
         x = x + F.pad(table.to(x.dtype), (0, 0, 1, 0))[places]
-    x = F.dropout(x, dropout)
+    x = drop(x, dropout)
     return stream(x) if narrow else x
 
 

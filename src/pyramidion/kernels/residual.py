@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyramidion.kernels.chance import PARTS, keeps, new_seed, scale, threshold
+from pyramidion.kernels.chance import PARTS, keeps, new_seed
+from pyramidion.kernels.dropout import scale, threshold
 from pyramidion.kernels.launching import launch
 from pyramidion.kernels.registration import Operator
 from pyramidion.kernels.tiles import Tiling, launch_by_columns, load_row, room_for_sums, store_row, tile

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyramidion.kernels.chance import PARTS, scale, threshold
+from pyramidion.kernels.chance import PARTS
+from pyramidion.kernels.dropout import scale, threshold
 from pyramidion.kernels.launching import launch, processors
 
 LANES = 128  # draws of a row in a tile, where a row is parted into groups of columns
