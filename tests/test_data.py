@@ -1255,11 +1255,11 @@ def test_duplicates_within_and_across(tmp_path: Path, tokenizer_folder: str):
     ]
 
 
-@pytest.mark.parametrize("room", [1 << 18, 40, 3])
+@pytest.mark.parametrize("room", [1 << 18, 40])
 def test_sentences_that_many_summaries_share_are_told(
     room: int, tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also where there is room to count but a few at a time; those that stand out must."""
+    """Also where there is no room to count all at once, and one that is just frequent enough is lowered by one."""
     monkeypatch.setattr(data_report, "ROOM", room)
     often, seldom = "This article was edited by the Editor.", "That one was not edited by him."
     records = [{**article(i), "abstract": f"Finding number {i} is a new one here. We saw it."} for i in range(60)]
@@ -1268,13 +1268,16 @@ def test_sentences_that_many_summaries_share_are_told(
     records[50]["abstract"] += " THIS article was  edited\nby the Editor."
     for record in records[45:49]:
         record["abstract"] += f" {seldom}"
+    for record in records[:5]:
+        record["abstract"] += " Five of them have this one too."
     write_jsonl(tmp_path / "train.jsonl", records)
     done = invoke(
         tmp_path, "--output", tmp_path / "out", "--validation", 0, "--tokenizer", tokenizer_folder, "--workers", 1
     )
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["shared"] == {"train": [{"summaries": 41, "sentence": often}]}
+    rare = {"summaries": 5, "sentence": "Five of them have this one too."}
+    assert report["shared"] == {"train": [{"summaries": 41, "sentence": often}, rare]}
     assert f"One sentence in 41 summaries of train, to be learnt by heart: {often}" in done.stdout
 
 

@@ -40,6 +40,7 @@ PURPOSES = {
 }
 # What the kernels of libraries are for, and the operators of torch, which is what a CPU's profile tells of.
 LIBRARIES = {
+    "chance": r"bernoulli|dropout|::random_$|distribution",
     "searching and sorting": r"log_softmax|LogSoftMax|sort|topk|Topk|TopK|argmax|ArgMax|cub::|radix",
     "attention": r"sdpa|fmha|flash|scaled_dot_product|softmax|SoftMax",
     "products": r"nvjet|gemm|xmma|splitK|cublas|mkldnn_linear|::(mm|bmm|addmm|baddbmm|linear|matmul)$",
