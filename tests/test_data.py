@@ -189,6 +189,7 @@ def test_shards_are_cut_between_examples(folder: Path, tmp_path: Path, finished:
     assert len(small.manifest["splits"]["train"]["tokens"]) > 5
     assert len(small.manifest["splits"]["train"]["text"]) > 5
     assert_holds(small, "train", [article(i) for i in range(31)])
+    assert list(small["train"].summary_texts()) == [article(i)["abstract"] for i in range(31)]
     assert small.fingerprint != TokenStore.open(finished).fingerprint
     small.verify()
 

@@ -132,8 +132,8 @@ def shared_sentences(split: Split) -> list[dict[str, Any]]:
     least = max(OFTEN, len(split) // RARELY)
     counts: Counter[int] = Counter()
     lowered = 0
-    for i in range(len(split)):
-        counts.update({hash(sentence.lower()) for sentence in _sentences(split.summary_text(i))})
+    for text in split.summary_texts():
+        counts.update({hash(sentence.lower()) for sentence in _sentences(text)})
         if len(counts) > ROOM:
             counts = Counter({sentence: count - 1 for sentence, count in counts.items() if count > 1})
             lowered += 1
@@ -141,8 +141,8 @@ def shared_sentences(split: Split) -> list[dict[str, Any]]:
     if not frequent:
         return []
     found: dict[int, list[Any]] = {}
-    for i in range(len(split)):
-        for key, sentence in {hash(one.lower()): one for one in _sentences(split.summary_text(i))}.items():
+    for text in split.summary_texts():
+        for key, sentence in {hash(one.lower()): one for one in _sentences(text)}.items():
             if key in frequent:
                 found.setdefault(key, [0, sentence])[0] += 1
     listed = sorted(found.values(), key=lambda one: (-one[0], one[1]))

@@ -18,11 +18,12 @@ import hashlib
 import json
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -150,6 +151,11 @@ class Split(Sequence[Example]):
         """Give a summary as it was read."""
         return self._text_at(3 * self._place(index) + 1)
 
+    def summary_texts(self) -> Iterator[str]:
+        """Read all summaries, one after the other."""
+        spans = (self._text_offsets[3 * i + 1 : 3 * i + 3].tolist() for i in range(len(self)))
+        return (text.decode() for text in self._text.read(spans))
+
     @cached_property
     def document_lengths(self) -> np.ndarray:
         """Count the tokens of each document, mapped from disk."""
@@ -199,9 +205,23 @@ class Shards:
         self.starts = [0, *accumulate(sizes)]
         self.maps: dict[int, np.ndarray] = {}
 
+    def _shard(self, place: int) -> int:
+        return min(bisect_right(self.starts, place), len(self.paths)) - 1
+
+    def read(self, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Read spans, each within one shard, by seeking: a map would keep in memory all that lies between them."""
+        with ExitStack() as files:
+            opened: dict[int, BinaryIO] = {}
+            for begin, end in spans:
+                shard = self._shard(begin)
+                if shard not in opened:
+                    opened[shard] = files.enter_context(self.paths[shard].open("rb"))
+                opened[shard].seek((begin - self.starts[shard]) * self.dtype.itemsize)
+                yield opened[shard].read((end - begin) * self.dtype.itemsize)
+
     def __getitem__(self, span: slice) -> np.ndarray:
         """Take what lies within one shard."""
-        shard = min(bisect_right(self.starts, span.start), len(self.paths)) - 1
+        shard = self._shard(span.start)
         if shard not in self.maps:
             self.maps[shard] = _map(self.paths[shard], self.dtype)
         start = self.starts[shard]
