@@ -1,6 +1,6 @@
 """The simulations behind the bundled article, `src/pyramidion/assets/document.txt`: populations of circadian neurons.
 
-It needs numpy alone, takes some minutes, and prints the figures of each of the article's sections:
+It needs numpy alone, takes about 20 minutes, and prints the figures of each of the article's sections:
 
     python docs/article/simulate.py
 """

@@ -272,8 +272,7 @@ def heading(row: Row) -> str:
     what = MEASURES[row["measure"]]
     if row["measure"] in BEAMS:
         return f"{row['model']}, {row['tokens']} tokens, {what}, batch {row['batch']}"
-    dropout = f"dropout of the {'paper' if row['dropout'] == 'paper' else 'peers'}"
-    return named(f"{row['model']}, {what}, batch {row['batch']}, {dropout}", row["how"])
+    return named(f"{row['model']}, {what}, batch {row['batch']}, dropout of the {row['dropout']}", row["how"])
 
 
 def sections(document: Mapping[str, Any]) -> Iterator[str]:
