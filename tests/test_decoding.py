@@ -35,16 +35,16 @@ def make_search(documents: int = 2, beams: int = 1, limit: int = 9, **rules: Any
 
 
 def make_decoders(
-    model: Any, *, documents: int = 2, beams: int = 1, masked: bool = True, **rules: Any
+    model: Any, *, documents: int = 2, beams: int = 1, k: int = K, masked: bool = True, **rules: Any
 ) -> tuple[Decoder, FusedDecoder]:
     """Make both kinds of decoder, with the same memory before them."""
     model = model.to(DEVICE)
-    memory = torch.randn(documents, K, model.config.hidden_size, device=DEVICE).to(model.dtype)
-    lengths = torch.tensor([6, K], device=DEVICE).repeat(documents)[:documents]
-    mask = torch.arange(K, device=DEVICE) < lengths[:, None]
+    memory = torch.randn(documents, k, model.config.hidden_size, device=DEVICE).to(model.dtype)
+    lengths = torch.tensor([6, k], device=DEVICE).repeat(documents)[:documents]
+    mask = torch.arange(k, device=DEVICE) < lengths[:, None]
     made = []
     for kind in (Decoder, FusedDecoder):
-        decoder = kind(model, make_search(documents, beams, **rules), K, masked=masked)
+        decoder = kind(model, make_search(documents, beams, **rules), k, masked=masked)
         decoder.read(model, PyramidionEncoderOutput(memory, memory_mask=mask if masked else None))
         made.append(decoder)
     return made[0], made[1]
@@ -99,11 +99,11 @@ def test_beams_see_their_own_past():
 @torch.inference_mode()
 def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
     """Parts of a softmax are put together, where masks leave some empty too."""
-    monkeypatch.setattr(decoding, "KEYS", 4)  # 2 at a time in single precision
+    monkeypatch.setattr(decoding, "KEYS", 32)  # 16 at a time in single precision
     monkeypatch.setattr(decoding, "processors", lambda _: 1000)
-    plain, one = make_decoders(make_shallow(num_attention_heads=2), beams=beams)
+    plain, one = make_decoders(make_shallow(num_attention_heads=2), beams=beams, k=37)
     assert_same_logits(plain, one)
-    assert one.launcher.split == 2  # of 11 representations; the second has none of the first document
+    assert one.launcher.split == 2  # of 37 representations, 32 first; the second has none of the first document
 
 
 @torch.inference_mode()

@@ -101,7 +101,8 @@ class FusedDecoder(Decoder):
         before it has left is normalised first, and it is added to that.
         """
         launcher, mask = self.launcher, None if self.mask is None else self.mask[:, 0, 0]
-        launcher.embed(self.embed.weight.detach(), self.table, self.growth, torch.float32 if self.pre else self.dtype)
+        wide = torch.float32 if self.pre else self.dtype
+        launcher.embed(self.embed.weight.detach(), self.table, self.growth, wide, noted=self.pre)
         norm: tuple[Tensor, Tensor] | None = None
         for block, cache, memory, fold in zip(self.blocks, self.cache, self.memory, self.fold.layers(), strict=True):
             own, cross, dense = _norms(block)

@@ -1,10 +1,14 @@
 """A decoder's next token in few launches: a product with all that stands before and behind it is one kernel.
 
 At a few rows a product only has to stream its weights, which takes less time than a chain of kernels takes to hand its
-numbers on. So there are seven launches a layer, and each one begins while the one before it computes: it fetches its
-weights, and what was written two launches ago, and waits only then for the rest (`AHEAD`).
+numbers on. So there are seven launches a layer, and each one begins long before its turn: it fetches its weights, and
+whatever else is known to be there, and waits only then for the launch before it to end (`AHEAD`).
 
     embed | norm, queries keys values | attend | out, queries | attend | out | norm, widen | narrow | ... | head
+
+A launch lets the next one begin as soon as it has begun itself, so that before its turn a launch finds nothing but
+weights and the memory. Two wait for their own turn first. Who attends does, and so who leaves an attention finds all
+that was written before it. And who embeds does: whatever comes behind it finds the tokens and keys of earlier steps.
 
 Out of an attention and to the queries of the next one is one launch, although a norm stands between the two. With x
 what the attention was entered with and a what it found, the stream becomes s = x + out(a), and queries are taken of
@@ -16,10 +20,10 @@ mean of each of its rows, and `mixed` = own @ out. Then own @ x + mixed @ a are 
 what the offset gives: who reads them adds that, since the spread is known by then (`Fold`). own @ x is computed beside
 the first attention's queries, keys and values.
 
-The stream, the sum of all sublayers so far, is float32; every other number is as wide as the weights. Who leaves an
-attention notes the moments of the columns it has written, from which the next ones find mean and spread without reading
-a whole row. Rows are texts: the beams of a document one after the other. Products are taken as weight @ x, since the
-tensor cores take 8 columns, but no fewer than 16 rows.
+The stream, the sum of all sublayers so far, is float32; every other number is as wide as the weights. Who adds to it
+notes the moments of the columns it has written, from which the next ones find mean and spread without reading a whole
+row. Rows are texts: the beams of a document one after the other. Products are taken as weight @ x, since the tensor
+cores take 8 columns, but no fewer than 16 rows; so is attention, whose keys and values wait in shared memory.
 """
 
 from collections.abc import Sequence
@@ -44,23 +48,32 @@ KEYS = 256  # that a program asks for before it waits, where it has a multiproce
 
 
 @triton.jit
-def take_turn(AHEAD: tl.constexpr):
-    """Wait until the launch before has ended, and what it wrote is seen; let the next one begin, up to this point.
+def invite(AHEAD: tl.constexpr):
+    """Let the next launch begin, up to where it takes its turn."""
+    if AHEAD:
+        gdc_launch_dependents()
 
-    What the launches before that one wrote is seen already before: it, too, has waited.
-    """
+
+@triton.jit
+def take_turn(AHEAD: tl.constexpr):
+    """Wait until the launch before has ended, and what it wrote is seen."""
     if AHEAD:
         gdc_wait()
-        gdc_launch_dependents()
 
 
 # ------------------------------------------------------------------------------------------------------- the products
 
 
 @triton.jit
-def places(start, PARTS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, K: tl.constexpr):
-    """Number K columns in parts of STEP, from `start` on -> [PARTS 1 PART], and which there are."""
-    lane = tl.arange(0, PART)[None, None, :]
+def places(
+    start, K: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, TURNED: tl.constexpr
+):  # fmt: skip
+    """Number K columns in parts of STEP, from `start` on, and tell which there are -> [PARTS 1 PART].
+
+    TURNED: [PARTS PART 1].
+    """
+    lane = tl.arange(0, PART)
+    lane = lane[None, :, None] if TURNED else lane[None, None, :]
     column = start + tl.arange(0, PARTS)[:, None, None] * STEP + lane
     return column, (lane < STEP) & (column < K)
 
@@ -69,39 +82,49 @@ def places(start, PARTS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, K
 def read(
     matrix, first, height, start,
     K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load N rows of a matrix [height K] from row `first` on -> [PARTS N PART]."""
-    row = first + tl.arange(0, N)[None, :, None]
-    column, there = places(start, PARTS, STEP, PART, K)
+    """Load N rows of a matrix [height K] from row `first` on -> [PARTS N PART].
+
+    TURNED: [PARTS PART N]. Turned only after it is loaded, it would change hands twice.
+    """
+    row = first + tl.arange(0, N)
+    row = row[None, None, :] if TURNED else row[None, :, None]
+    column, there = places(start, K, PARTS, STEP, PART, TURNED)
     return tl.load(matrix + row * K + column, mask=there & (row < height), other=0.0)
 
 
 @triton.jit
 def times(weight, x):
-    """Multiply weight [PARTS N PART] by x [PARTS R PART] -> float32 [PARTS N R].
+    """Multiply weight [PARTS N PART] by x [PARTS PART R] -> float32 [PARTS N R].
 
     Each warp sums a part of its own: one after the other, products would wait longer for each other than for memory.
     """
-    return tl.dot(weight, tl.permute(x, (0, 2, 1)), input_precision="ieee")
+    return tl.dot(weight, x, input_precision="ieee")
 
 
 @triton.jit
-def join_parts(mean, spread, count, other_mean, other_spread, other_count):
-    """Give mean, summed squares around it and count of two sets of numbers together."""
-    both, apart = count + other_count, other_mean - mean
-    share = other_count / tl.maximum(both, 1.0)
-    return mean + apart * share, spread + other_spread + apart * apart * count * share, both
+def add_parts(x):
+    """Sum [PARTS N R] over the parts, of which each warp has its own: one exchange, and none behind it."""
+    PARTS: tl.constexpr = x.shape[0]
+    x = tl.permute(x, (1, 2, 0))
+    for step in tl.static_range(5):
+        if PARTS >> step > 1:
+            x = tl.reshape(x, [x.shape[0], x.shape[1], PARTS >> (step + 1), 2])
+            one, other = tl.split(x)
+            x = one + other
+    return tl.reshape(x, [x.shape[0], x.shape[1]])
 
 
 @triton.jit
-def measure(total, there, eps, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """Give mean and 1 / spread [R] of rows [PARTS R PART], of which D numbers are there; warps meet once."""
-    count = tl.minimum(tl.maximum(D - tl.arange(0, PARTS) * PART, 0), PART).to(tl.float32)
-    count = tl.broadcast_to(count[:, None], [PARTS, R])
-    mean = tl.sum(total, 2) / tl.maximum(count, 1.0)
-    centred = tl.where(there, total - mean[:, :, None], 0.0)
-    mean, squares, _ = tl.reduce((mean, tl.sum(centred * centred, 2), count), 0, join_parts)
-    return mean, 1.0 / tl.sqrt(squares / D + eps)
+def together(x, AHEAD: tl.constexpr):
+    """Have three loads under way at once: the compiler would put each off until it is used."""
+    if AHEAD and x[0].dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $3; mov.b32 $1, $4; mov.b32 $2, $5;", "=r,=r,=r,r,r,r", [x[0], x[1], x[2]],
+            dtype=(x[0].dtype, x[0].dtype, x[0].dtype), is_pure=False, pack=2,
+        )  # fmt: skip
+    return x
 
 
 @triton.jit
@@ -116,18 +139,23 @@ def note(moments, x, there, tile, row, rows, start, D: tl.constexpr, N: tl.const
 
 
 @triton.jit
-def gauge(moments, row, rows, eps, D: tl.constexpr, N: tl.constexpr):
-    """Give mean and 1 / spread [R] of rows of the stream, from the moments [rows 2 programs] of N columns each.
-
-    32 programs at a time, a row a warp: no warp waits for another one.
-    """
+def noted(moments, row, rows, D: tl.constexpr, N: tl.constexpr):
+    """Load the moments [rows 2 programs] of rows of the stream, 32 programs at a time, a row a warp."""
     TILES: tl.constexpr = (D + N - 1) // N
-    means, squares, total = (), (), tl.zeros([row.shape[0], 32], tl.float32)
+    means, squares = (), ()
     for start in tl.static_range(0, TILES, 32):
         program = (start + tl.arange(0, 32))[None, :]
         spot, there = row[:, None] * 2 * TILES + program, (program < TILES) & (row < rows)[:, None]
         means += (tl.load(moments + spot, mask=there, other=0.0),)  # type: ignore[assignment]
         squares += (tl.load(moments + TILES + spot, mask=there, other=0.0),)  # type: ignore[assignment]
+    return means, squares
+
+
+@triton.jit
+def gauge(means, squares, eps, D: tl.constexpr, N: tl.constexpr):
+    """Give mean and 1 / spread [R] of rows of the stream, from the moments of N columns each."""
+    TILES: tl.constexpr = (D + N - 1) // N
+    total = tl.zeros_like(means[0])
     for start in tl.static_range(0, TILES, 32):
         total += means[start // 32] * parted(start, D, N)
     mean, spread = tl.sum(total, 1) / D, tl.zeros_like(total)
@@ -146,18 +174,17 @@ def parted(start, D: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "documents"])
 def decode_enter(
-    stream, moments, stats, gain, offset, weight, bias, own, carried, result, asked, cache, place, rows, documents, eps,
+    stream, moments, gain, offset, weight, bias, own, carried, result, asked, cache, place, rows, documents, eps,
     D: tl.constexpr, OUT: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
     NORMED: tl.constexpr, BARE: tl.constexpr, FILLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Enter a sublayer: normalise the stream and multiply it by a weight [OUT D]; unless it FILLS, the ReLU of that.
 
-    Mean and spread are kept as `stats` [rows 2] for who leaves the sublayer. Unless it FILLS, `moments` tell them.
-
     FILLS: the first D columns are queries, the others keys and values, which go to the cache [2 b h t beams e]. Behind
     these programs others give `asked` = own [D D] @ x + carried, where x is the stream itself if it is BARE.
     """
+    invite(AHEAD)
     E: tl.constexpr = D // HEADS
     FIRST: tl.constexpr = (OUT + N - 1) // N
     tile, first = tl.program_id(0), tl.program_id(1) * R
@@ -171,22 +198,20 @@ def decode_enter(
     shift = tl.load(bias + out, mask=(out < OUT) & (tile < FIRST), other=0.0).to(tl.float32)
     if FILLS:
         shift += tl.load(carried + out, mask=(out < D) & asks, other=0.0)
-    column, there = places(0, PARTS, PART, PART, D)
+    column, there = places(0, D, PARTS, PART, PART, True)
     if NORMED:
         gains = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
         offsets = tl.load(offset + column, mask=there, other=0.0).to(tl.float32)
     take_turn(AHEAD)
     position = tl.load(place)
-    x = read(stream, first, rows, 0, D, R, PARTS, PART, PART)
     if NORMED:
-        row = first + tl.arange(0, R)
-        if FILLS:
-            mean, spread = measure(x, there, eps, D, R, PARTS, PART)
-        else:
-            mean, spread = gauge(moments, row, rows, eps, D, APART)
-        normed = tl.where(there, (x - mean[None, :, None]) * spread[None, :, None] * gains + offsets, 0.0)
+        means, squares = noted(moments, first + tl.arange(0, R), rows, D, APART)
+    x = read(stream, first, rows, 0, D, R, PARTS, PART, PART, True)
+    if NORMED:
+        mean, spread = gauge(means, squares, eps, D, APART)
+        normed = tl.where(there, (x - mean[None, None, :]) * spread[None, None, :] * gains + offsets, 0.0)
         x = tl.where(asks, x, normed) if BARE else normed
-    product = tl.sum(times(factor, x.to(kind)), 0) + shift  # [N R]
+    product = add_parts(times(factor, x.to(kind))) + shift  # [N R]
     text, lane = first + tl.arange(0, R)[None, :], out % D
     inside = (text < rows) & (out < height)
     if FILLS:
@@ -198,80 +223,70 @@ def decode_enter(
         tl.store(cache + spot * E + lane % E, product, mask=inside & (out >= D))
     else:
         tl.store(result + text * OUT + out, tl.maximum(product, 0.0).to(kind), mask=inside)
-    if NORMED and tile == 0:
-        tl.store(stats + 2 * row, mean, mask=row < rows)
-        tl.store(stats + 2 * row + 1, spread, mask=row < rows)
 
 
 @triton.jit
 def entered(
-    stream, stats, moments, gain, offset, column, row, rows, there, eps,
-    D: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, NOTED: tl.constexpr,
+    stream, moments, gains, offsets, column, row, rows, there, eps,
+    D: tl.constexpr, APART: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Load columns of what a sublayer was entered with, the stream or (NORMED) its norm -> float32 [N R].
-
-    Mean and spread are those that were kept, or (NOTED) those that the moments tell.
-    """
+    """Load columns of what a sublayer was entered with, the stream or (NORMED) its norm -> float32 [N R]."""
     before = tl.load(stream + row[None, :] * D + column, mask=there, other=0.0)
     if NORMED:
-        gains = tl.load(gain + column, mask=column < D, other=0.0).to(tl.float32)
-        offsets = tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)
-        if NOTED:
-            mean, spread = gauge(moments, row, rows, eps, D, N)
-            mean, spread = mean[None, :], spread[None, :]
-        else:
-            mean = tl.load(stats + 2 * row[None, :], mask=(row < rows)[None, :], other=0.0)
-            spread = tl.load(stats + 2 * row[None, :] + 1, mask=(row < rows)[None, :], other=0.0)
-        before = ((before - mean) * spread * gains + offsets).to(KIND).to(tl.float32)
+        means, squares = noted(moments, row, rows, D, APART)
+        mean, spread = gauge(means, squares, eps, D, APART)
+        before = ((before - mean[None, :]) * spread[None, :] * gains + offsets).to(KIND).to(tl.float32)
     return before
 
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_narrow(
-    source, weight, bias, stream, stats, gain, offset, rows,
+    source, weight, bias, stream, moments, newer, gain, offset, rows, eps,
     D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
     HELD: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Leave a feed-forward network: add source [rows K] @ weight [D K] + bias. HELD: pieces fetched ahead."""
+    invite(AHEAD)
     tile, first = tl.program_id(0), tl.program_id(1) * R
     row, column = first + tl.arange(0, R), (tl.arange(0, N) + tile * N)[:, None]
     shift = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
+    gains = tl.load(gain + column, mask=column < D, other=0.0).to(tl.float32)
+    offsets = tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)
     kind: tl.constexpr = weight.dtype.element_ty
     WHOLE: tl.constexpr = PARTS * PART
     factors, pieces = (), ()
     for piece in tl.static_range(HELD):
         factors += (read(weight, tile * N, D, piece * WHOLE, K, N, PARTS, PART, PART),)  # type: ignore[assignment]
-    take_turn(AHEAD)
     inside = (column < D) & (row < rows)[None, :]
-    before = entered(stream, stats, stats, gain, offset, column, row, rows, inside, 0.0, D, N, kind, NORMED, False)
+    take_turn(AHEAD)
     for piece in tl.static_range(HELD):
-        pieces += (read(source, first, rows, piece * WHOLE, K, R, PARTS, PART, PART),)  # type: ignore[assignment]
+        pieces += (read(source, first, rows, piece * WHOLE, K, R, PARTS, PART, PART, True),)  # type: ignore[assignment]
+    before = entered(stream, moments, gains, offsets, column, row, rows, inside, eps, D, N, kind, NORMED)
     summed = tl.zeros([PARTS, N, R], tl.float32)
     for piece in tl.static_range(HELD):
         summed += times(factors[piece], pieces[piece])
     for start in range(HELD * WHOLE, K, WHOLE):
         factor = read(weight, tile * N, D, start, K, N, PARTS, PART, PART)
-        summed += times(factor, read(source, first, rows, start, K, R, PARTS, PART, PART))
-    change = (tl.sum(summed, 0) + shift).to(kind)  # as wide as a product by itself would be
-    tl.store(stream + row[None, :] * D + column, before + change.to(tl.float32), mask=inside)
+        summed += times(factor, read(source, first, rows, start, K, R, PARTS, PART, PART, True))
+    total = before + (add_parts(summed) + shift).to(kind).to(tl.float32)  # as wide as a product by itself would be
+    tl.store(stream + row[None, :] * D + column, total, mask=inside)
+    note(newer, total, inside, tile, row, rows, tile * N, D, N)
 
 
 @triton.jit
-def mix(x, y, own, other):
-    """Put what two programs found [PARTS R WIDTH] together by the logarithms of their shares [PARTS R]."""
-    top = tl.maximum(own, other)
-    known = tl.where(top == float("-inf"), 0.0, top)
-    share = tl.exp(tl.join(own, other) - known[:, :, None])  # [PARTS R 2]
+def shares(level):
+    """Turn logarithms [PARTS R 2] into shares of 1; of nothing at all, none."""
+    top = tl.max(level, 2)
+    share = tl.exp(level - tl.where(top == float("-inf"), 0.0, top)[:, :, None])
     total = tl.sum(share, 2)
-    share = share / tl.where(total == 0, 1.0, total)[:, :, None]
-    return tl.sum(tl.join(x, y).to(tl.float32) * share[:, :, None, :], 3)
+    return share / tl.where(total == 0, 1.0, total)[:, :, None]
 
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_gather(
-    parts, levels, weight, bias, mixed, asked, query, stream, stats, moments, newer, gain, offset, rows, eps,
+    parts, levels, weight, bias, mixed, asked, query, stream, moments, newer, gain, offset, rows, eps,
     D: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, NORMED: tl.constexpr, NOTED: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, APART: tl.constexpr, NORMED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Leave an attention: put together what programs found, a, add weight [D D] @ a + bias, and note the moments.
 
@@ -280,6 +295,7 @@ def decode_gather(
     parts   [SPLITS rows D]      what each program found
     levels  [SPLITS rows HEADS]  logarithm of its share
     """
+    invite(AHEAD)
     E: tl.constexpr = D // HEADS
     FIRST: tl.constexpr = (D + N - 1) // N
     tile, first = tl.program_id(0), tl.program_id(1) * R
@@ -294,17 +310,22 @@ def decode_gather(
     leaving = inside & (tile < FIRST)
     shift = tl.load(bias + column, mask=(tile < FIRST) & (column < D), other=0.0).to(tl.float32)
     shift += tl.load(asked + row[None, :] * D + column, mask=inside & asks, other=0.0)
-    before = entered(stream, stats, moments, gain, offset, column, row, rows, leaving, eps, D, N, kind, NORMED, NOTED)
+    gains = tl.load(gain + column, mask=column < D, other=0.0).to(tl.float32)
+    offsets = tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)
+    before = entered(stream, moments, gains, offsets, column, row, rows, leaving, eps, D, APART, kind, NORMED)
     take_turn(AHEAD)
-    head, text = tl.arange(0, PARTS)[:, None], row[None, :]
-    spot, there = text * HEADS + head, (head < HEADS) & (text < rows)
-    x = read(parts, first, rows, 0, D, R, PARTS, E, WIDTH)
-    if SPLITS == 2:  # all is asked for before the first is used
-        other = read(parts + rows * D, first, rows, 0, D, R, PARTS, E, WIDTH)
-        level = tl.load(levels + spot, mask=there, other=0.0)
-        other_level = tl.load(levels + rows * HEADS + spot, mask=there, other=0.0)
-        x = mix(x, other, level, other_level)
-    change = (tl.sum(times(factor, x.to(kind)), 0) + shift).to(kind)  # [N R]
+    each, head = tl.arange(0, R * SPLITS), tl.arange(0, PARTS)  # what was found of a row stands side by side
+    text = first + each // SPLITS
+    spot, there = each % SPLITS * rows + text, (text < rows)[None, :] & (head < HEADS)[:, None]
+    level = tl.load(levels + spot[None, :] * HEADS + head[:, None], mask=there, other=0.0, volatile=True)  # first
+    lane = tl.arange(0, WIDTH)[None, :, None]
+    where = spot[None, None, :] * D + head[:, None, None] * E + lane
+    x = tl.load(parts + where, mask=there[:, None, :] & (lane < E), other=0.0)  # [PARTS WIDTH R*SPLITS]
+    product = times(factor, x)  # [PARTS N R*SPLITS]
+    if SPLITS == 2:
+        share = tl.reshape(shares(tl.reshape(level, [PARTS, R, 2])), [PARTS, 1, R * 2])
+        product = tl.sum(tl.reshape(product * share, [PARTS, N, R, 2]), 3)
+    change = (add_parts(product) + shift).to(kind)  # [N R]
     tl.store(query + row[None, :] * D + column, change, mask=inside & asks)
     total = before + change.to(tl.float32)
     tl.store(stream + row[None, :] * D + column, total, mask=leaving)
@@ -324,67 +345,79 @@ def find(at, origin, used, E: tl.constexpr, BEAMS: tl.constexpr, OWN: tl.constex
 
 
 @triton.jit
-def pieces_of(x, where, there, E: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
-    """Load E numbers from each of some places [PARTS EACH 1] -> PIECES of [PARTS EACH WIDTH]."""
+def pieces_of(
+    x, where, there, E: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr = False
+):
+    """Load E numbers from each of some places [PARTS EACH 1] -> PIECES of [PARTS EACH WIDTH].
+
+    TURNED: from places [PARTS 1 EACH] -> [PARTS WIDTH EACH].
+    """
     found = ()
     for piece in tl.static_range(PIECES):
-        lane = piece * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        lane = piece * WIDTH + tl.arange(0, WIDTH)
+        lane = lane[None, :, None] if TURNED else lane[None, None, :]
         found += (tl.load(x + where + lane, mask=there & (lane < E), other=0.0),)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
-def renew(old, new, chosen, PIECES: tl.constexpr):
-    """Put new pieces in the place of old ones where that is chosen."""
-    result = ()
-    for piece in tl.static_range(PIECES):
-        result += (tl.where(chosen, new[piece], old[piece]),)  # type: ignore[assignment]
-    return result
+def ready(query, rest, spread, R: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr):
+    """Scale the pieces [1 WIDTH 1] of a query by an eighth, which keeps their digits, and repeat them [PARTS WIDTH R].
 
-
-@triton.jit
-def finish(query, rest, spread, E: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr):
-    """Scale the pieces of a query; one that is FOLDED lacks the spread and a rest."""
+    One that is FOLDED lacks the spread and a rest.
+    """
     result = ()
     for piece in tl.static_range(PIECES):
         x = query[piece].to(tl.float32)
-        x = x * spread + rest[piece] if FOLDED else x
-        result += (x * E**-0.5,)  # type: ignore[assignment]
+        x = (x * spread + rest[piece] if FOLDED else x) * 0.125
+        x = tl.broadcast_to(x.to(query[piece].dtype), [PARTS, x.shape[1], R])
+        result += (x,)  # type: ignore[assignment]
     return result
 
 
 @triton.jit
-def look(x, keys, values, real, highest, total, summed, PIECES: tl.constexpr):
-    """Attend to keys and values, pieces of [PARTS EACH WIDTH], of which some are real [PARTS EACH 1], after others.
+def joined(own, total, other, weight):
+    """Give the highest score, and the summed exponentials beside it, of two sets together."""
+    top = tl.maximum(own, other)
+    known = tl.where(top == float("-inf"), 0.0, top)
+    return top, total * tl.exp(own - known) + weight * tl.exp(other - known)
 
+
+@triton.jit
+def look(x, keys, values, real, highest, total, summed, SCALE: tl.constexpr, PIECES: tl.constexpr):
+    """Attend to keys [PARTS EACH WIDTH] and values [PARTS WIDTH EACH], some of them real [PARTS EACH 1], after others.
+
+    x               pieces of [PARTS WIDTH R], R times the same: a product takes no fewer
     highest, total  [PARTS]                  highest score so far, and the sum of all exponentials beside it
     summed          pieces of [PARTS WIDTH]  values, summed by these
     """
-    score = tl.sum(keys[0].to(tl.float32) * x[0], 2)
+    score = times(keys[0], x[0])
     for piece in tl.static_range(1, PIECES):
-        score += tl.sum(keys[piece].to(tl.float32) * x[piece], 2)
-    score = tl.where(real, score[:, :, None], float("-inf"))
-    top = tl.maximum(highest, tl.max(tl.max(score, 2), 1))
+        score += times(keys[piece], x[piece])
+    score = tl.where(real, score * SCALE, float("-inf"))  # [PARTS EACH R]
+    top = tl.maximum(tl.max(score, 1), highest[:, None])  # [PARTS R]
     known = tl.where(top == float("-inf"), 0.0, top)
-    fade, weight = tl.exp(highest - known), tl.exp(score - known[:, None, None])
-    result = ()
+    weight = tl.exp(score - known[:, None, :])
+    top, news = tl.max(top, 1), tl.max(tl.sum(weight, 1), 1)
+    fade = tl.exp(highest - tl.where(top == float("-inf"), 0.0, top))
+    weight, result = weight.to(values[0].dtype), ()
     for piece in tl.static_range(PIECES):
-        news = tl.sum(values[piece].to(tl.float32) * weight, 1)
-        result += (summed[piece] * fade[:, None] + news,)  # type: ignore[assignment]
-    return top, total * fade + tl.sum(tl.sum(weight, 2), 1), result
+        result += (summed[piece] * fade[:, None] + tl.max(times(values[piece], weight), 2),)  # type: ignore[assignment]
+    return top, total * fade + news, result
 
 
 @triton.jit(do_not_specialize=["used", "count", "share", "rows"])
 def decode_attend(
     query, moments, shift, keys, values, parts, levels, seen, origin, place, used, count, share, rows, eps,
     D: tl.constexpr, HEADS: tl.constexpr, BEAMS: tl.constexpr, LIMIT: tl.constexpr,
-    PIECES: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, APART: tl.constexpr,
-    OWN: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    APART: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr, ONCE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend from one head of one text to `share` of its keys: what is found there, and the logarithm of its share.
 
-    N keys are taken at once, as [PARTS EACH]: threads attend to a part by themselves, and all meet at the end. A key is
-    taken in PIECES of WIDTH numbers, 3 or 1, so that a width that is no power of two does not fill registers in vain.
+    N keys are taken at once, as [PARTS EACH]: a warp attends to a part by itself, and all meet at the end. ONCE: these
+    are all. A key is taken in PIECES of WIDTH numbers, 3 or 1, so that a width that is no power of two takes no room in
+    vain.
 
     keys, values  [b h count e], of which the first `used` are there; OWN: [b h count beams e], up to the text's own
                   position, where `origin` [b beams LIMIT] names the beam that wrote what is one's past
@@ -397,65 +430,78 @@ def decode_attend(
     row, head = group // HEADS, group % HEADS
     document = row // BEAMS
     apart = (document * HEADS + head).to(tl.int64) * count * E
-    newest = -1
     if OWN:
         apart *= BEAMS
-        newest = tl.load(place).to(tl.int32)  # its key is being written; all others are there already
-        used = newest + 1
+        used = tl.load(place).to(tl.int32)  # the newest key is being written; all others are there already
     keys, values, origin = keys + apart, values + apart, origin + row.to(tl.int64) * LIMIT
     seen += document.to(tl.int64) * count
     at = split * share + tl.arange(0, PARTS)[:, None, None] * EACH + tl.arange(0, EACH)[None, :, None]
     last = tl.minimum(used, split * share + share)
+    turned = split * share + tl.arange(0, PARTS)[:, None, None] * EACH + tl.arange(0, EACH)[None, None, :]
     where, real = find(at, origin, used, E, BEAMS, OWN), at < last
-    key = pieces_of(keys, where, real & (at != newest), E, PIECES, WIDTH)
-    value = pieces_of(values, where, real & (at != newest), E, PIECES, WIDTH)
+    key = pieces_of(keys, where, real, E, PIECES, WIDTH)
+    value = pieces_of(values, find(turned, origin, used, E, BEAMS, OWN), turned < last, E, PIECES, WIDTH, True)
     if MASKED:
         real = real & (tl.load(seen + at, mask=real, other=0) != 0)
     one = tl.zeros([1, 1, 1], tl.int32)
     if not OWN:
-        rest = pieces_of(shift, one + head * E, one == 0, E, PIECES, WIDTH)
+        rest = pieces_of(shift, one + head * E, one == 0, E, PIECES, WIDTH, True)
     take_turn(AHEAD)
-    x = pieces_of(query, one + row * D + head * E, one == 0, E, PIECES, WIDTH)
+    invite(AHEAD)
+    if not OWN:
+        means, squares = noted(moments, row + tl.arange(0, 1), rows, D, APART)
+    x = pieces_of(query, one + row * D + head * E, one == 0, E, PIECES, WIDTH, True)  # of [1 WIDTH 1]
     if OWN:
-        own = one + find(newest, origin, used, E, BEAMS, OWN)
-        key = renew(key, pieces_of(keys, own, one == 0, E, PIECES, WIDTH), at == newest, PIECES)
-        value = renew(value, pieces_of(values, own, one == 0, E, PIECES, WIDTH), at == newest, PIECES)
-        x = finish(x, x, 1.0, E, PIECES, False)
+        newest = one + (used * BEAMS + row % BEAMS) * E  # one's own
+        new_key = pieces_of(keys, newest, one == 0, E, PIECES, WIDTH, True)
+        new_value = pieces_of(values, newest, one == 0, E, PIECES, WIDTH, True)
+        if PIECES == 3:
+            x = together(x, AHEAD)
+            new_key = together(new_key, AHEAD)
+            new_value = together(new_value, AHEAD)
+        asked = ready(x, x, 1.0, R, PARTS, PIECES, False)
     else:
-        _, spread = gauge(moments, row + tl.arange(0, 1), rows, eps, D, APART)
-        x = finish(x, rest, spread[None, None, :], E, PIECES, True)
+        _, spread = gauge(means, squares, eps, D, APART)
+        asked = ready(x, rest, spread[None, None, :], R, PARTS, PIECES, True)
     highest, total, summed = tl.full([PARTS], float("-inf"), tl.float32), tl.zeros([PARTS], tl.float32), ()
     for _ in tl.static_range(PIECES):
         summed += (tl.zeros([PARTS, WIDTH], tl.float32),)  # type: ignore[assignment]
-    highest, total, summed = look(x, key, value, real, highest, total, summed, PIECES)
-    for _ in range(split * share + N, last, N):
-        at += N
-        where, real = find(at, origin, used, E, BEAMS, OWN), at < last
-        more = pieces_of(keys, where, real, E, PIECES, WIDTH)
-        worth = pieces_of(values, where, real, E, PIECES, WIDTH)
-        if MASKED:
-            real = real & (tl.load(seen + at, mask=real, other=0) != 0)
-        highest, total, summed = look(x, more, worth, real, highest, total, summed, PIECES)
-    top = tl.max(highest, 0)
-    known = tl.where(top == float("-inf"), 0.0, top)
-    fade = tl.exp(highest - known)[:, None]
-    spot, column = split * rows + row, tl.arange(0, WIDTH)
-    target = parts + spot * D + head * E + column
-    both = tl.join(tl.broadcast_to(total[:, None], [PARTS, WIDTH]), summed[0])  # so that all meet once
+    highest, total, summed = look(asked, key, value, real, highest, total, summed, 8 * E**-0.5, PIECES)
+    if not ONCE:
+        for _ in range(split * share + N, last, N):
+            at, turned = at + N, turned + N
+            where, real = find(at, origin, used, E, BEAMS, OWN), at < last
+            more = pieces_of(keys, where, real, E, PIECES, WIDTH)
+            worth = pieces_of(values, find(turned, origin, used, E, BEAMS, OWN), turned < last, E, PIECES, WIDTH, True)
+            if MASKED:
+                real = real & (tl.load(seen + at, mask=real, other=0) != 0)
+            highest, total, summed = look(asked, more, worth, real, highest, total, summed, 8 * E**-0.5, PIECES)
+    if OWN:
+        here = (tl.arange(0, PARTS) == 0) & (used >= split * share) & (used < split * share + share)
+        score = tl.sum(x[0].to(tl.float32) * new_key[0].to(tl.float32), 1)
+        for piece in tl.static_range(1, PIECES):
+            score += tl.sum(x[piece].to(tl.float32) * new_key[piece].to(tl.float32), 1)
+        score = tl.where(here, tl.reshape(score, [1]) * E**-0.5, float("-inf"))  # [PARTS]
+        top, total = joined(highest, total, score, 1.0)
+        known = tl.where(top == float("-inf"), 0.0, top)
+        fade, weight, newer = tl.exp(highest - known)[:, None], tl.exp(score - known)[:, None], ()
+        for piece in tl.static_range(PIECES):
+            worth = tl.reshape(new_value[piece], [1, WIDTH]).to(tl.float32)
+            newer += (summed[piece] * fade + worth * weight,)  # type: ignore[assignment]
+        highest, summed = top, newer
+    top, whole = tl.reduce((highest, total), 0, joined)
+    safe = tl.where(whole == 0, 1.0, whole)
+    fade = tl.exp(highest - tl.where(top == float("-inf"), 0.0, top)) / safe
+    lane, spot = tl.arange(0, WIDTH)[:, None], split * rows + row
     if PIECES == 3:
-        sums = tl.sum(tl.join(both, tl.join(summed[1], summed[2])) * fade[:, :, None, None], 0)  # [WIDTH 2 2]
-        both, others = tl.split(sums)
-        whole, found = tl.split(both)
-        second, third = tl.split(others)
-        safe = tl.where(whole == 0, 1.0, whole)
-        tl.store(target + WIDTH, (second / safe).to(parts.dtype.element_ty))
-        tl.store(target + 2 * WIDTH, (third / safe).to(parts.dtype.element_ty))
+        both = tl.join(tl.join(summed[0], summed[1]), tl.join(summed[2], summed[2]))  # type: ignore[misc]
+        both, which = tl.reshape(both, [PARTS, WIDTH, 4]), tl.arange(0, 4)[None, :]
+        at = lane + WIDTH * tl.where(which == 0, 0, tl.where(which == 2, 1, 2))
     else:
-        whole, found = tl.split(tl.sum(both * fade[:, :, None], 0))
-        safe = tl.where(whole == 0, 1.0, whole)
-    tl.store(target, (found / safe).to(parts.dtype.element_ty), mask=column < E)
-    level = top + tl.log(safe)  # minus infinity where there is no key
-    tl.store(levels + spot * HEADS + head + column, level, mask=column == 0)
+        both, at = summed[0][:, :, None], lane  # type: ignore[misc]
+    found = add_parts(both * fade[:, None, None]).to(parts.dtype.element_ty)
+    tl.store(parts + spot * D + head * E + at, found, mask=at < E)
+    tl.store(levels + spot * HEADS + head, top + tl.log(safe))  # minus infinity where there is no key
 
 
 # ---------------------------------------------------------------------------------------------------------- the tokens
@@ -463,12 +509,13 @@ def decode_attend(
 
 @triton.jit(do_not_specialize=["rows"])
 def decode_embed(
-    table, positions, running, stream, place, rows, growth,
+    table, positions, running, stream, newer, place, rows, growth,
     D: tl.constexpr, LIMIT: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    PLACED: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    PLACED: tl.constexpr, WIDE: tl.constexpr, NOTES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Put the vectors of the newest tokens into the stream, rounded wherever they are elsewhere."""
     take_turn(AHEAD)
+    invite(AHEAD)
     own: tl.constexpr = table.dtype.element_ty
     position = tl.load(place)
     row = (tl.program_id(1) * R + tl.arange(0, R))[:, None]
@@ -478,7 +525,11 @@ def decode_embed(
     x = (tl.load(table + token * D + column, mask=inside, other=0.0).to(tl.float32) * growth).to(own)
     if PLACED:
         x = (x.to(tl.float32) + tl.load(positions + position * D + column, mask=column < D, other=0.0)).to(own)
-    tl.store(stream + row * D + column, x.to(WIDE).to(tl.float32), mask=inside)
+    x = x.to(WIDE).to(tl.float32)
+    tl.store(stream + row * D + column, x, mask=inside)
+    if NOTES:
+        tile, text = tl.program_id(0), tl.program_id(1) * R + tl.arange(0, R)
+        note(newer, tl.trans(x), tl.trans(inside), tile, text, rows, tile * N, D, N)
 
 
 @triton.jit
@@ -486,6 +537,7 @@ def decode_norm(
     stream, gain, offset, out, eps, D: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
     """Normalise a row of the stream."""
+    invite(AHEAD)
     row, column = tl.program_id(0), tl.arange(0, WHOLE)
     there = column < D
     gains = tl.load(gain + column, mask=there, other=0.0).to(tl.float32)
@@ -515,6 +567,7 @@ def decode_head(
 
     HELD: pieces of the weight that are fetched ahead.
     """
+    invite(AHEAD)
     tile, first = tl.program_id(0), tl.program_id(1) * R
     kind: tl.constexpr = weight.dtype.element_ty
     out, row = tl.arange(0, N) + tile * N, first + tl.arange(0, R)
@@ -523,10 +576,11 @@ def decode_head(
         factors += (piece_of(weight, out, V, piece * CHUNK, D, CHUNK),)  # type: ignore[assignment]
     take_turn(AHEAD)
     position = tl.load(place)
-    summed = tl.zeros([N, R], tl.float32)
+    summed, pieces = tl.zeros([N, R], tl.float32), ()
     for piece in tl.static_range(HELD):
-        part = piece_of(x, row, rows, piece * CHUNK, D, CHUNK)
-        summed = tl.dot(factors[piece], tl.trans(part), summed, input_precision="ieee")
+        pieces += (piece_of(x, row, rows, piece * CHUNK, D, CHUNK),)  # type: ignore[assignment]
+    for piece in tl.static_range(HELD):
+        summed = tl.dot(factors[piece], tl.trans(pieces[piece]), summed, input_precision="ieee")
     for start in range(HELD * CHUNK, D, CHUNK):
         factor, part = piece_of(weight, out, V, start, D, CHUNK), piece_of(x, row, rows, start, D, CHUNK)
         summed = tl.dot(factor, tl.trans(part), summed, input_precision="ieee")
@@ -551,6 +605,7 @@ def decode_take(
     ALL: tl.constexpr, CROWD: tl.constexpr, LIMIT: tl.constexpr, ENDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Append the likeliest of all programs' candidates [programs rows] to each text, and note which have ended."""
+    invite(AHEAD)
     row, program = tl.arange(0, ALL), tl.arange(0, CROWD)
     take_turn(AHEAD)
     spot, there = program[:, None] * rows + row[None, :], (program < programs)[:, None] & (row < rows)[None, :]
@@ -635,7 +690,7 @@ class Launcher:
         self.whole = triton.next_power_of_2(d)
         self.stream = torch.zeros(self.rows, d, device=device)
         self.moments, self.newer = torch.zeros(2, self.rows, 2, triton.cdiv(d, FEW), device=device)  # now, and next
-        self.stats = torch.zeros(self.rows, 2, device=device)
+        self.apart = FEW  # columns of each
         self.asked = torch.zeros(self.rows, d, device=device)
         self.query = torch.zeros(self.rows, d, dtype=dtype, device=device)
         self.hidden = torch.zeros(self.rows, inner, dtype=dtype, device=device)
@@ -652,13 +707,21 @@ class Launcher:
             options.pop("maxnreg", None)
         launch(kernel, grid, *arguments, AHEAD=ahead, **{"num_warps": WARPS, **options})
 
-    def embed(self, table: Tensor, positions: Tensor | None, growth: float, wide: torch.dtype) -> None:
-        """Begin with the newest tokens: their rows of a table [v d] times `growth`, and of positions [t d]."""
+    def embed(
+        self, table: Tensor, positions: Tensor | None, growth: float, wide: torch.dtype, *, noted: bool
+    ) -> None:  # fmt: skip
+        """Begin with the newest tokens: their rows of a table [v d] times `growth`, and of positions [t d].
+
+        noted  whether the moments of that are, because a norm is taken of it
+        """
         placed, columns = positions is not None, 128
+        self.moments, self.newer, self.apart = self.newer, self.moments, columns
         self._run(
             decode_embed, (triton.cdiv(self.d, columns), self.blocks),
-            table, positions if placed else table, self.running, self.stream, self.position, self.rows, growth,
-            D=self.d, LIMIT=self.limit, R=ROWS, N=columns, PLACED=placed, WIDE=_kind(wide), num_warps=4,
+            table, positions if placed else table, self.running, self.stream, self.moments, self.position, self.rows,
+            growth,
+            D=self.d, LIMIT=self.limit, R=ROWS, N=columns, PLACED=placed, WIDE=_kind(wide),
+            NOTES=noted, num_warps=4,
         )  # fmt: skip
 
     def enter(self, norm: Norm | None, weight: Tensor, bias: Tensor, cache: Tensor, fold: Fold, *, bare: bool) -> None:
@@ -680,10 +743,10 @@ class Launcher:
         columns = FEW if self.single else MANY
         self._run(
             decode_enter, (triton.cdiv(out, columns) + fills * triton.cdiv(self.d, columns), self.blocks),
-            self.stream, self.moments, self.stats, *(norm or (weight, weight)), weight, bias, own, carried, result,
+            self.stream, self.moments, *(norm or (weight, weight)), weight, bias, own, carried, result,
             self.asked, cache, self.position, self.rows, self.documents, self.eps,
             D=self.d, OUT=out, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit, N=columns, R=ROWS,
-            PARTS=WARPS, PART=_part(self.d, WARPS), APART=FEW, NORMED=norm is not None, BARE=bare, FILLS=fills,
+            PARTS=WARPS, PART=_part(self.d, WARPS), APART=self.apart, NORMED=norm is not None, BARE=bare, FILLS=fills,
         )  # fmt: skip
 
     def look_back(self, keys: Tensor, values: Tensor, length: int) -> None:
@@ -695,17 +758,17 @@ class Launcher:
         self._attend(keys, values, keys.shape[2], shift, mask)
 
     def _attend(self, keys: Tensor, values: Tensor, reach: int, shift: Tensor | None, mask: Tensor | None) -> None:
-        at_once = min(self.keys, triton.next_power_of_2(triton.cdiv(reach, self.most)))
+        at_once = max(16, min(self.keys, triton.next_power_of_2(triton.cdiv(reach, self.most))))
         share = triton.cdiv(triton.cdiv(reach, self.most), at_once) * at_once
         self.split = triton.cdiv(reach, share)
         pieces, width = _pieces(self.d // self.heads)
         self._run(
             decode_attend, (self.rows * self.heads, self.split),
-            self.query, self.moments, self.stats if shift is None else shift, keys, values, self.parts, self.levels,
+            self.query, self.moments, self.moments if shift is None else shift, keys, values, self.parts, self.levels,
             self.position if mask is None else mask, self.origin, self.position, reach, keys.shape[2],
             share, self.rows, self.eps, D=self.d, HEADS=self.heads, BEAMS=self.beams, LIMIT=self.limit,
-            PIECES=pieces, WIDTH=width, N=at_once, PARTS=max(1, min(at_once, WARPS * 256 // width)),
-            APART=FEW, OWN=shift is None, MASKED=mask is not None, maxnreg=255 if at_once > 128 else 128,
+            PIECES=pieces, WIDTH=width, N=at_once, R=ROWS, PARTS=max(1, min(WARPS, at_once // 16)),
+            APART=FEW, OWN=shift is None, MASKED=mask is not None, ONCE=share == at_once, maxnreg=128,
         )  # fmt: skip
 
     def gather(self, norm: Norm | None, weight: Tensor, bias: Tensor, mixed: Tensor | None = None) -> None:
@@ -717,11 +780,11 @@ class Launcher:
         self._run(
             decode_gather, ((1 + asks) * triton.cdiv(self.d, FEW), self.blocks),
             self.parts, self.levels, weight, bias, mixed if asks else weight, self.asked, self.query,
-            self.stream, self.stats, self.moments, self.newer, *(norm or (weight, weight)), self.rows, self.eps,
+            self.stream, self.moments, self.newer, *(norm or (weight, weight)), self.rows, self.eps,
             D=self.d, HEADS=self.heads, N=FEW, R=ROWS, PARTS=triton.next_power_of_2(self.heads), WIDTH=self.width,
-            SPLITS=self.split, NORMED=norm is not None, NOTED=not asks, num_warps=FEWER,
+            SPLITS=self.split, APART=self.apart, NORMED=norm is not None, num_warps=FEWER, maxnreg=96,
         )  # fmt: skip
-        self.moments, self.newer = self.newer, self.moments
+        self.moments, self.newer, self.apart = self.newer, self.moments, FEW
 
     def narrow(self, norm: Norm | None, weight: Tensor, bias: Tensor) -> None:
         """Add what was widened, times a weight [d inner], to what was entered by a norm."""
@@ -729,10 +792,12 @@ class Launcher:
         held = 0 if self.single else min(3, triton.cdiv(inner, FEWER * part))
         self._run(
             decode_narrow, (triton.cdiv(self.d, FEW), self.blocks),
-            self.hidden, weight, bias, self.stream, self.stats, *(norm or (weight, weight)), self.rows,
+            self.hidden, weight, bias, self.stream, self.moments, self.newer, *(norm or (weight, weight)), self.rows,
+            self.eps,
             D=self.d, K=inner, N=FEW, R=ROWS, PARTS=FEWER, PART=part, HELD=held,
             NORMED=norm is not None, num_warps=FEWER, num_stages=1 if self.single else 4,
         )  # fmt: skip
+        self.moments, self.newer = self.newer, self.moments
 
     def logits(self, norm: Norm, weight: Tensor, out: Tensor) -> None:
         """Give the logits [rows v] of the next tokens."""
