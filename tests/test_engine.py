@@ -492,6 +492,60 @@ def test_weights_that_were_trained_since_are_used():
     assert len(loop._KEPT[model]) == 2, "a graph knows where weights were: other places, other graphs"
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "copying"])
+def test_documents_that_fill_their_batch_are_encoded_once_and_as_ever(family: str):
+    loop.PACES["cpu"] = AS_ON_A_GPU
+    model = make_model("pyramidion", copies=2) if family == "copying" else make_model(family)
+    for lengths, recorded in (([33, 33], True), ([33, 32], False), ([64], True)):
+        tokens, mask = make_documents(lengths)
+        kept = loop.encode(model, tokens, mask)
+        assert (kept is not None) == recorded
+        if kept is not None:
+            assert_same_memory(kept, model.get_encoder()(tokens, attention_mask=mask))
+        counted = Counted(model.model.encoder.forward)
+        model.model.encoder.forward = counted
+        loop.decode(model, tokens, mask, GenerationConfig(max_new_tokens=3, num_beams=2))
+        del model.model.encoder.forward
+        assert counted.calls == 1
+        assert_equal(model, (tokens, mask), num_beams=2)
+
+
+class Counted:
+    """Call a function, and count how often."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.function(*given, **options)
+
+
+def assert_same_memory(given: Any, expected: Any) -> None:
+    assert set(given) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(given[name], value, rtol=1e-5, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.MonkeyPatch):
+    tokens, _ = make_documents([20])
+    assert not loop.recordable(make_model(), tokens), "a CPU is not kept waiting by its host"
+    loop.PACES["cpu"] = AS_ON_A_GPU
+    assert loop.recordable(make_model(), tokens)
+    assert not loop.recordable(nn.Linear(2, 2), tokens)
+    assert not loop.recordable(make_model().train(), tokens)
+    assert not loop.recordable(make_model("pyramidion", scorer="random"), tokens)
+    assert not loop.recordable(make_model("blockwise", attention="lsh", bucket_size=16), tokens)
+    watched = make_model()
+    handle = watched.model.encoder.layers[0].register_forward_hook(lambda *_: None)
+    assert not loop.recordable(watched, tokens)
+    handle.remove()
+    assert loop.recordable(watched, tokens)
+    monkeypatch.setattr(loop, "TOKENS", 19)
+    assert not loop.recordable(watched, tokens)
+
+
 def test_a_document_with_numbers_gone_wrong_does_not_spoil_the_next():
     loop.PACES["cpu"] = AS_ON_A_GPU
     model, documents = make_model(), make_documents(LENGTHS)
@@ -692,6 +746,31 @@ def test_trained_weights_are_seen_by_graphs(beams: int):
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
     assert not torch.equal(first, assert_equal(model, documents, num_beams=beams))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"copies": 2}, {"attention": "full"}, {"pooling": "mean"}])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_recorded_encodings_and_beginnings_write_the_same(changes: dict[str, Any], beams: int):
+    """Documents change, then weights in their place, then shapes; the first call of each shape is not recorded."""
+    model, options = gpu_model("pyramidion", **changes).double(), {"num_beams": beams, "max_new_tokens": 12}
+    for seed in range(4):
+        assert_equal(model, gpu_documents([64, 64, 64], seed), **options)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    for seed, lengths in enumerate(([64, 64, 64], [64, 64, 60], [40, 40], [40, 40], [40, 40], [64, 64, 64])):
+        assert_equal(model, gpu_documents(lengths, seed), **options)
+    _, encoder = loop._ENCODERS[model]
+    assert not encoder.refused
+    assert len(encoder.recordings) == 2
+    for writer in loop._KEPT[model].values():
+        assert not writer.begin.refused
+        assert writer.begin.recordings
+    with torch.autocast("cuda", torch.bfloat16):
+        for seed in range(3):
+            loop.decode(model.float(), *gpu_documents([64, 64, 64], seed), GenerationConfig(**options))
+    assert loop._ENCODERS[model][1] is not encoder
 
 
 @pytest.mark.gpu

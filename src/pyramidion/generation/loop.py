@@ -3,8 +3,9 @@
 `generate` prepares everything as ever: settings, the encoder, what changes scores and what stops. Then `decode` lets
 our loop take the place of its own. The memory's keys and values are computed once for a document, the state lives in
 buffers on the device, and a step asks the device nothing: on a GPU it is captured once for each bucket of lengths, and
-replayed. Whether all texts have ended is looked at now and then, a copy late. What the loop does not know, such as
-sampling, is left to transformers, and a line of the log (a warning of this module's logger, once a reason) says why.
+replayed. Whether all texts have ended is looked at now and then, a copy late. So is the encoder where documents fill
+their batch, and all that is done before the first token. What the loop does not know, such as sampling, is left to
+transformers, and a line of the log (a warning of this module's logger, once a reason) says why.
 """
 
 import functools
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,11 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from pyramidion import modeling_pyramidion as modeling
+from pyramidion.attention.layout import counted_on_device
 from pyramidion.generation import fused
 from pyramidion.generation.search import Beam, Greedy, Rules, Search
 from pyramidion.generation.step import Decoder, compute_dtype
+from pyramidion.kernels.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +185,26 @@ class Pace:
         return min(length, limit - 1)
 
 
+MEMORY = ("last_hidden_state", "memory_mask", "copy_states", "copy_tokens", "copy_shares")  # what writing reads of it
+SHAPES = 4  # of documents, and of what was kept of them, that are recorded
+TOKENS = 1 << 17  # of a batch that is: with more, the device takes longer to encode than the host to tell it to
+STEADY = ("blockwise", "full")  # attentions that draw no numbers on the host
 PACES = {"cuda": Pace(grain=(4, 64), bucket=64, doubles=True, check=16, kept=4, turns=8, fused=True)}
 
 
 def up(count: int, grain: int) -> int:
     """Round up to a multiple."""
     return -(-count // grain) * grain
+
+
+def begin(owner: "ref[Any]", decoder: Decoder, search: Search, inputs: dict[str, Any]) -> None:
+    """Take up the weights as they are now, the start tokens [b*beams 1], and what was kept of documents."""
+    model, beams = owner(), search.rules.beams
+    assert model is not None
+    start = inputs.pop("start")
+    decoder.refresh(model)
+    decoder.read(model, modeling.PyramidionEncoderOutput(**inputs), beams)
+    search.reset(start[::beams, 0])
 
 
 class Writer:
@@ -203,18 +220,13 @@ class Writer:
         self.decoder = (fused.FusedDecoder if ours else Decoder)(model, self.search, k, c, masked=masked)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        do = functools.partial(begin, ref(model), self.decoder, self.search)
+        self.begin = Recorder(do, model.device, most=SHAPES, name="Beginnings")
 
-    def write(
-        self,
-        model: modeling.PyramidionForConditionalGeneration,
-        start: Tensor,
-        memory: modeling.PyramidionEncoderOutput,
-    ) -> Tensor:
+    def write(self, start: Tensor, memory: modeling.PyramidionEncoderOutput) -> Tensor:
         """Write about documents from their start tokens [b*beams 1] and what was kept of them [b*beams k d]."""
         beams, limit = self.search.rules.beams, self.search.rules.limit
-        self.decoder.refresh(model)
-        self.decoder.read(model, memory, beams)
-        self.search.reset(start[::beams, 0])
+        self.begin({"start": start, **{name: memory[name] for name in MEMORY if memory.get(name) is not None}})
         live = _Watch(self.search.live, self.pace.check)
         position = 0
         while position < limit - 1 and not live.over(position):
@@ -301,9 +313,54 @@ def writer_for(
     return kept[key]
 
 
+_ENCODERS: WeakKeyDictionary[nn.Module, tuple[Any, Recorder[modeling.PyramidionEncoderOutput]]] = WeakKeyDictionary()
+
+
+def encode(model: Any, input_ids: Tensor, attention_mask: Tensor) -> modeling.PyramidionEncoderOutput | None:
+    """Encode documents [b n] as a recording; None where none is made: who writes then encodes as it stands."""
+    if not recordable(model, input_ids) or not attention_mask.all():
+        return None
+    weights = tuple(weight.data_ptr() for weight in model.model.encoder.parameters())
+    key = (weights, compute_dtype(model), torch.is_autocast_enabled(model.device.type))
+    if model not in _ENCODERS or _ENCODERS[model][0] != key:
+        found = functools.partial(_encode, ref(model))
+        _ENCODERS[model] = key, Recorder(found, model.device, most=SHAPES, name="Encodings")
+    try:
+        with torch.cuda.device(model.device) if input_ids.is_cuda else nullcontext():
+            kept: Any = _ENCODERS[model][1]({"input_ids": input_ids})
+            return modeling.PyramidionEncoderOutput(**kept)  # `generate` changes what it is given
+    except BaseException:
+        forget(model)
+        raise
+
+
+def _encode(owner: "ref[Any]", inputs: dict[str, Tensor]) -> modeling.PyramidionEncoderOutput:
+    model = owner()
+    assert model is not None
+    with counted_on_device():
+        found: modeling.PyramidionEncoderOutput = model.get_encoder()(**inputs)
+    return found
+
+
+def recordable(model: Any, input_ids: Tensor) -> bool:
+    """Tell whether encoding such documents is the same work each time, and nobody looks on."""
+    pace = PACES.get(input_ids.device.type, Pace())
+    if not isinstance(model, modeling.PyramidionForConditionalGeneration) or model.training or not pace.kept:
+        return False
+    encoder, config = model.model.encoder, model.config
+    return (
+        input_ids.numel() <= TOKENS
+        and config.attention in STEADY
+        and not any(pooling.scorer == "random" for pooling in config.poolings.values())
+        and all(type(weight) is nn.Parameter and weight.device == input_ids.device for weight in encoder.parameters())
+        and not any(_watched(part) for part in encoder.modules())
+    )
+
+
 def forget(model: nn.Module) -> None:
     """Give back the buffers and graphs that are kept for a model."""
     _KEPT.pop(model, None)
+    _ENCODERS.pop(model, None)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -343,7 +400,7 @@ def _write(
     try:
         with torch.cuda.device(model.device) if input_ids.is_cuda else nullcontext():
             writer = writer_for(model, rules, b, k, c, memory.memory_mask is not None)
-            return writer.write(model, input_ids, memory)
+            return writer.write(input_ids, memory)
     except BaseException:
         forget(model)  # a half-made graph, or no memory left
         raise
@@ -351,8 +408,10 @@ def _write(
 
 def decode(model: Any, input_ids: Tensor, attention_mask: Tensor, generation: GenerationConfig) -> Tensor:
     """Write about documents [b n]: the tokens that `model.generate` gives, sooner."""
-    given = {"attention_mask": attention_mask, "generation_config": generation}
+    given: dict[str, Any] = {"attention_mask": attention_mask, "generation_config": generation}
     with torch.inference_mode():
+        if (kept := encode(model, input_ids, attention_mask)) is not None:
+            given["encoder_outputs"] = kept
         try:
             written: Tensor = model.generate(input_ids, **given, custom_generate=_write)
         except Unsupported as reason:
