@@ -41,11 +41,11 @@ PURPOSES = {
 # What the kernels of libraries are for, and the operators of torch, which is what a CPU's profile tells of.
 LIBRARIES = {
     "chance": r"bernoulli|dropout|::random_$|distribution",
-    "searching and sorting": r"log_softmax|LogSoftMax|sort|topk|Topk|TopK|argmax|ArgMax|cub::|radix",
-    "attention": r"sdpa|fmha|flash|scaled_dot_product|softmax|SoftMax",
+    "searching and sorting": r"log_softmax|LogSoftMax|[Ss]ort|topk|Topk|TopK|argmax|ArgMax|cub::|radix",
+    "attention": r"sdpa|fmha|flash|scaled_dot_product|softmax|SoftMax|cudnn::fusion|unpack_cudnn",
     "products": r"nvjet|gemm|xmma|splitK|cublas|mkldnn_linear|::(mm|bmm|addmm|baddbmm|linear|matmul)$",
     "optimizer": r"[Aa]dam|multi_tensor_apply|Optimizer",
-    "embedding": r"[Ee]mbedding",
+    "embedding": r"[Ee]mbedding|compute_grad_weight|partial_segment|partials_per_segment",
     "loss": r"cross_entropy|nll_loss|CrossEntropy",
     "norm": r"layer_norm|LayerNorm",
     "copies and casts": r"copy|Memcpy|Memset|::(to|clone|fill_|zero_|cat|contiguous)$|FillFunctor|CatArray|empty",
@@ -331,6 +331,6 @@ def _panels(found: Sequence[Row]) -> dict[str, list[rows.Bar]]:
     order = sorted(total, key=lambda part: -total[part])
     ours = {part_of(kernel["name"]) for row in found for kernel in row["kernels"] if kernel["name"] in own_kernels()}
     return {
-        name.replace(", ", "\n", 1): [(part, times.get(part, 0.0), part in ours) for part in order]
+        name.replace(", ", "\n"): [(part, times.get(part, 0.0), part in ours) for part in order]
         for name, times in each.items()
     }

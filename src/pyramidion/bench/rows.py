@@ -31,6 +31,7 @@ OF_COMMIT = ("commit", "dirty")
 SAME = ("device", "torch", "triton", "transformers", *OF_COMMIT)  # of the machine, for rows to be taken over
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 OURS, OTHERS = report.PALETTE[0], "0.62"
+ABREAST = 4  # panels of a figure that stand in a row at most
 
 
 class Skipped(Exception):
@@ -415,23 +416,27 @@ Bar = tuple[str, float | None, bool]  # its name, its length, whether it is ours
 def write_bars_figure(
     path: Path, panels: Mapping[str, Sequence[Bar]], *, label: str, title: str, note: str, form: str = "ms"
 ) -> Path:
-    """Draw one panel of bars beside the other, with the same names: ours in colour, the length behind each bar."""
+    """Draw panels of bars, few in a row, with the same names: ours in colour, the length behind each bar."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     most = max(len(bars) for bars in panels.values())
-    size = (2.2 + 2.9 * len(panels), 1.6 + 0.34 * most)
+    high = -(-len(panels) // ABREAST)
+    wide = -(-len(panels) // high)
+    size = (2.2 + 2.9 * wide, 0.5 + (1.1 + 0.34 * most) * high)
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.text(0.012, 1 - 0.36 / size[1], note, fontsize=9, color="0.35", va="top")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for place, (name, bars) in zip(axes, panels.items(), strict=True):
+    axes = figure.subplots(high, wide, squeeze=False)
+    for place, (name, bars) in zip(axes.flat, panels.items(), strict=False):
         _draw_bars(place, bars, form)
         place.set_title(name, fontsize=10)
         place.set_xlabel(label, fontsize=9)
-    for place in axes[1:]:
+    for place in axes[:, 1:].flat:
         place.set_yticklabels([])
+    for place in axes.flat[len(panels) :]:
+        place.remove()
     figure.savefig(path)
     return path
 
