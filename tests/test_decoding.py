@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,36 @@ def test_heads_may_be_shared_out(beams: int, monkeypatch: pytest.MonkeyPatch):
     plain, one = make_decoders(make_shallow(num_attention_heads=2), beams=beams, k=37)
     assert_same_logits(plain, one)
     assert one.launcher.split == 2  # of 37 representations, 32 first; the second has none of the first document
+
+
+@pytest.mark.parametrize("position", [3, 31, 32, 36])
+@pytest.mark.parametrize("beams", [1, 2])
+@torch.inference_mode()
+def test_the_newest_key_is_seen_once(position: int, beams: int, monkeypatch: pytest.MonkeyPatch):
+    """Of two programs that share a past of 39 tokens, 32 and 7, by the one that has its place."""
+    monkeypatch.setattr(decoding, "KEYS", 32)  # 16 at a time in single precision
+    monkeypatch.setattr(decoding, "processors", lambda _: 1000)
+    plain, one = make_decoders(make_shallow(num_attention_heads=2), beams=beams, limit=40)
+    past, tokens = torch.randn_like(plain.cache), torch.randint(3, 61, plain.search.running.shape, device=DEVICE)
+    origin = torch.randint(0, beams, plain.search.origin.shape, device=DEVICE)
+    origin[..., position + 1 :] = -1
+    for decoder in (plain, one):
+        decoder.cache.copy_(past)
+        decoder.search.running.copy_(tokens)
+        decoder.search.origin.copy_(origin)
+        decoder.search.position.fill_(position)
+    torch.testing.assert_close(one.logits(39), plain.logits(39), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("major", "shared", "served"), [(9, 232448, True), (8, 166912, False), (12, 101376, False)])
+def test_other_gpus_are_left_to_torch(major: int, shared: int, served: bool, monkeypatch: pytest.MonkeyPatch):
+    """An instruction of Hopper's, and more shared memory than a GPU for games has."""
+    found = SimpleNamespace(major=major, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert decoding.runs_on(torch.device("cuda")) == served
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert decoding.runs_on(torch.device("cuda")) == decoding.interpreted()
 
 
 @torch.inference_mode()

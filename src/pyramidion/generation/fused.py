@@ -23,10 +23,12 @@ ROWS, KEYS, ALL = 32, 1024, 16384  # texts at once, keys of each, and of all tog
 
 def serves(model: PyramidionForConditionalGeneration, search: Search, k: int) -> bool:
     """Tell whether the kernels know a model, and are faster at these sizes; in single precision torch is as exact."""
-    if not launching.HAS_TRITON or not (model.device.type == "cuda" or launching.interpreted()):
+    if not launching.HAS_TRITON:
         return False
     from pyramidion.kernels import decoding
 
+    if not decoding.runs_on(model.device):
+        return False
     config, dtype, rows = model.config, compute_dtype(model), search.documents * search.rules.beams
     known = (
         config.activation_function == "relu"

@@ -45,6 +45,7 @@ FEW, MANY = 16, 32  # columns of a product that a program computes at once
 TOKENS, CHUNK = 64, 128  # logits that a program computes, from so many columns at once
 HELD = 3  # such pieces that it asks for before it waits
 KEYS = 256  # that a program asks for before it waits, where it has a multiprocessor to itself
+HOPPER, SHARED = 9, 160 << 10  # architecture, and bytes of shared memory for a program: it takes up to 144 KiB
 
 
 @triton.jit
@@ -856,4 +857,12 @@ def serves(dtype: torch.dtype, d: int, heads: int) -> bool:
     return dtype != torch.float64 and d <= COLUMNS and d // heads <= HEAD and heads <= 32
 
 
-__all__ = ["Fold", "Launcher", "serves"]
+def runs_on(device: torch.device) -> bool:
+    """Tell whether a device lets launches begin before their turn, and has the shared memory that they take."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return interpreted()
+    found = torch.cuda.get_device_properties(device)
+    return found.major >= HOPPER and getattr(found, "shared_memory_per_block_optin", 0) >= SHARED
+
+
+__all__ = ["Fold", "Launcher", "runs_on", "serves"]
