@@ -256,13 +256,36 @@ def test_sizes_at_which_torch_is_faster_are_left_to_it(
     assert fused.serves(model, make_search(documents), k) == faster
 
 
+@pytest.mark.parametrize("changes", [{}, {"copies": 2}, {"copies": 1, "copy_length": 64, "pre_norm": False}], ids=str)
 @pytest.mark.parametrize("beams", [1, 2])
-def test_summaries_are_the_same(beams: int):
+def test_summaries_are_the_same(changes: dict[str, Any], beams: int):
     loop.PACES[DEVICE] = loop.Pace(fused=True, check=2, kept=2)
-    model = make_shallow("both", seed=2, end=2.5, activation_function="relu").to(DEVICE)
+    model = make_shallow("both", seed=2, end=2.5, activation_function="relu", **changes).to(DEVICE)
     documents = tuple(part.to(DEVICE) for part in make_documents([33, 5]))
     assert_equal(model, documents, num_beams=beams, max_new_tokens=4)
     assert isinstance(next(iter(loop._KEPT[model].values())).decoder, FusedDecoder)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@torch.inference_mode()
+def test_what_may_be_copied_is_seen(beams: int):
+    """The logarithms of all probabilities, with those of copying among them, as the decoder in torch gives them."""
+    model = make_shallow(copies=3).to(DEVICE)
+    tokens, mask = (part.to(DEVICE) for part in make_documents([33, 21]))
+    kept, made = model.get_encoder()(tokens, attention_mask=mask), []
+    for kind in (Decoder, FusedDecoder):
+        decoder = kind(model, make_search(2, beams), *(kept[name].shape[1] for name in MEMORY), masked=True)
+        decoder.read(model, kept)
+        made.append(decoder)
+    plain, one = made
+    assert_same_logits(plain, one, 3)
+    torch.testing.assert_close(one.logits(8).exp().sum(-1), torch.ones(2 * beams, device=DEVICE))
+    for decoder in made:
+        decoder.copy.shares.zero_()  # nothing to copy from
+    assert (one.logits(8) - plain.logits(8)).abs().max() < 1e-4
+
+
+MEMORY = ("last_hidden_state", "copy_states")
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,6 @@ def serves(model: PyramidionForConditionalGeneration, search: Search, k: int) ->
     config, dtype, rows = model.config, compute_dtype(model), search.documents * search.rules.beams
     known = (
         config.activation_function == "relu"
-        and not config.copies
         and search.rules.limit > 1
         and decoding.serves(dtype, config.hidden_size, config.num_attention_heads)
     )
@@ -88,13 +87,13 @@ class FusedDecoder(Decoder):
     def logits(self, length: int) -> Tensor:
         self.search.tokens()  # notes whose keys are written
         self.launcher.logits(self._layers(length), self.head, self.result)
-        return self.result
+        return self.result if self.copy is None else self.copy(self.launcher.query, self.result)
 
     def _takes(self) -> bool:
         """Tell whether the search takes the likeliest token and asks for no more."""
         rules = self.search.rules
         more = rules.ngram or rules.banned or rules.repetition != 1.0 or rules.first or rules.last
-        return isinstance(self.search, Greedy) and not more
+        return isinstance(self.search, Greedy) and not more and self.copy is None
 
     def _layers(self, length: int) -> tuple[Tensor, Tensor]:
         """Launch all layers, and give the norm that is left to do.
