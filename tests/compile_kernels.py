@@ -66,15 +66,15 @@ def train(config: PyramidionConfig) -> None:
         model(tokens, attention_mask=mask, labels=tokens[:, :20]).loss.backward()
 
 
-def write(config: PyramidionConfig, beams: int) -> None:
-    """Take a step of the decoder."""
+def write(config: PyramidionConfig, beams: int, k: int) -> None:
+    """Take a step of the decoder, beside k representations."""
     from pyramidion.generation.fused import FusedDecoder
     from pyramidion.generation.search import Beam, Greedy, Rules
 
     model = PyramidionForConditionalGeneration(config).to(torch.bfloat16).eval()
     kind, rules = Greedy if beams == 1 else Beam, Rules(beams, 33, 0, ends=(2,), floor=3)
     search = kind(rules, 2, config.vocab_size, model.device)
-    decoder = FusedDecoder(model, search, 24, masked=beams > 1)
+    decoder = FusedDecoder(model, search, k, masked=beams > 1)
     decoder._lay_out(2 * beams)
     with torch.inference_mode():
         decoder.step(32)
@@ -89,8 +89,8 @@ if __name__ == "__main__":
         vocab_size=61, hidden_size=96, num_attention_heads=2, intermediate_size=128, decoder_layers=2,
         encoder_lengths=[96, 32], block_size=32, pooling="soft", scorer="linear",
     )  # fmt: skip
-    for beams, pre in ((1, False), (2, True)):
+    for beams, pre, k in ((1, False, 24), (2, True, 300)):  # few keys that are taken at once, and many
         form = PyramidionConfig(**{**config.to_diff_dict(), "pre_norm": pre, "decoder_positions": pre})
-        write(form, beams)
+        write(form, beams, k)
     train(form)
     json.dump({"roots": sorted(roots()), "compiled": sorted(set(compiled.values()))}, sys.stdout)

@@ -1,7 +1,7 @@
 """The decoder in few launches (`kernels.decoding`): the same state and the same search, other kernels.
 
-Where the likeliest token is taken and nothing else is asked, a launch takes it. Otherwise one gives the logits, and the
-search chooses as ever.
+Where the likeliest token is taken and nothing else is asked, a launch takes it. Otherwise one gives the logits, torch
+mixes in what can be copied, and the search chooses as ever.
 """
 
 from typing import TYPE_CHECKING, Any
