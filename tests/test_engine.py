@@ -385,6 +385,7 @@ def test_a_step_leaves_buffers_where_they_are(beams: int):
         writer.decoder.read(model, memory)
         writer.search.reset(torch.ones(2, dtype=torch.long))
         held = {name: value for name, value in vars(writer.search).items() if isinstance(value, Tensor)}
+        assert held.pop("both").data_ptr() == held["running"].data_ptr()  # two of the others in one piece
         places, before = [one.data_ptr() for one in held.values()], [one.clone() for one in held.values()]
         for _ in range(8):
             writer.decoder.step(8)

@@ -49,6 +49,7 @@ class Search:
     live      [1]            whether any text goes on
     running   [b beams t+1]  the texts
     origin    [b beams t]    which beam holds the keys and values of a position; -1 where nothing is yet
+    both      these two in one piece, as they move together
     """
 
     def __init__(self, rules: Rules, documents: int, vocabulary: int, device: torch.device) -> None:
@@ -56,8 +57,9 @@ class Search:
         shape = (documents, rules.beams, rules.limit)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.live = torch.ones(1, dtype=torch.bool, device=device)
-        self.running = torch.full(shape, rules.filler, device=device)
-        self.origin = torch.full(shape, -1, device=device)
+        self.both = torch.full((2, *shape), -1, device=device)
+        self.running, self.origin = self.both
+        self.running.fill_(rules.filler)
         self.real = torch.ones(documents, 1, dtype=torch.bool, device=device)  # [b 1], False where a batch is filled up
         self.beams = torch.arange(rules.beams, device=device)
         self.ends = torch.tensor(rules.ends, dtype=torch.long, device=device)
@@ -168,6 +170,11 @@ def _forbid(scores: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
     return F.pad(scores, (0, 1)).scatter(1, torch.where(where, tokens, spare), -torch.inf)[:, :spare]
 
 
+def _never_where(score: Tensor, where: Tensor) -> Tensor:
+    """Add to scores what lets none of them win, where that is asked for; rounded as transformers' are."""
+    return torch.add(score, where, alpha=NEVER)
+
+
 class Greedy(Search):
     """Take the likeliest token each time.
 
@@ -245,21 +252,20 @@ class Beam(Search):
         totals = change.unflatten(0, (self.documents, -1)) + self.totals.unsqueeze(-1)
         top, places = totals.flatten(1).topk(self.kept)  # [b kept]
         parents, tokens = places // self.vocabulary, places % self.vocabulary
-        over = self.ended(tokens) | (self.position + 2 >= self.rules.limit)
-        self._finish(top, parents, tokens, over, length + 1)
-        self._go_on(top, parents, tokens, over, length + 1)
-        self.position += 1
+        last = self.position + 1
+        over = self.ended(tokens) | (last >= self.rules.limit - 1)
+        self._finish(top, parents, tokens, over, last, length + 1)
+        self._go_on(top, parents, tokens, over, last, length + 1)
+        self.position.copy_(last)
         self._judge(over)
 
-    def _finish(self, top: Tensor, parents: Tensor, tokens: Tensor, over: Tensor, width: int) -> None:
-        """Let candidates [b kept] that have just ended take the places of worse texts."""
-        rules, last = self.rules, self.position + 1
-        just = over & self.leading
+    def _finish(self, top: Tensor, parents: Tensor, tokens: Tensor, over: Tensor, last: Tensor, width: int) -> None:
+        """Let candidates [b kept] that end by the token at `last` take the places of worse texts."""
+        rules, just = self.rules, over & self.leading
         score = top / self.penalties.index_select(0, last)
         if rules.early_stopping is True:
-            score = score + self.complete.all(-1, keepdim=True).float() * NEVER
-        score = score + (~self.open).float() * NEVER
-        score = score + (~just).float() * NEVER
+            score = _never_where(score, self.complete.all(-1, keepdim=True))
+        score = _never_where(_never_where(score, ~self.open), ~just)
         scores = torch.cat([self.scores, score], 1)
         places = scores.topk(rules.beams)[1]  # [b beams]
         source = torch.cat([self.beams.expand_as(self.scores), rules.beams + parents], 1).gather(1, places)
@@ -276,18 +282,16 @@ class Beam(Search):
 
     def _keep(self, buffer: Tensor, value: Tensor) -> None:
         """Write into a result, unless all texts were there already: steps that come too late change nothing."""
-        buffer.copy_(torch.where(self.live.view([1] * value.ndim), value, buffer))
+        torch.where(self.live.view([1] * value.ndim), value, buffer, out=buffer)
 
-    def _go_on(self, top: Tensor, parents: Tensor, tokens: Tensor, over: Tensor, width: int) -> None:
+    def _go_on(self, top: Tensor, parents: Tensor, tokens: Tensor, over: Tensor, last: Tensor, width: int) -> None:
         """Continue the likeliest candidates [b kept] that have not ended."""
-        totals = top + over.float() * NEVER
-        places = totals.topk(self.rules.beams)[1]
-        parents = parents.gather(1, places).unsqueeze(-1)  # [b beams 1]
-        texts = self.running[..., :width].take_along_dim(parents, 1)
-        texts.index_copy_(2, self.position + 1, tokens.gather(1, places).unsqueeze(-1))
-        self.running[..., :width] = texts
-        self.origin[..., :width] = self.origin[..., :width].take_along_dim(parents, 1)
-        self.totals.copy_(totals.gather(1, places))
+        totals, places = _never_where(top, over).topk(self.rules.beams)  # [b beams]
+        parents = parents.gather(1, places)[..., None]  # [b beams 1]
+        both = self.both[..., :width].take_along_dim(parents[None], 2)
+        both[0].index_copy_(2, last, tokens.gather(1, places).unsqueeze(-1))
+        self.both[..., :width] = both
+        self.totals.copy_(totals)
 
     def _judge(self, over: Tensor) -> None:
         """Decide for which documents, and whether at all, there is something left to hope for."""
