@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from pyramidion import cli
@@ -617,6 +618,10 @@ class TestProfile:
             ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float>", "attention"),
             ("void at::native::cunn_SoftMaxForward<4, LogSoftMaxForwardEpilogue>", "searching and sorting"),
             ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "searching and sorting"),
+            ("void at::native::bitonicSortKVInPlace<2, -1, 16, 16, float, long>", "searching and sorting"),
+            ("void cudnn::fusion::convert_dq_to_16bits<true>", "attention"),
+            ("at::cuda::philox::unpack_cudnn(at::PhiloxCudaState, long*, long*)", "attention"),
+            ("void at::native::(anonymous namespace)::compute_grad_weight<float, long>", "embedding"),
             ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
             ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copies and casts"),
             ("Memcpy DtoD (Device -> Device)", "copies and casts"),
@@ -629,6 +634,19 @@ class TestProfile:
     )  # fmt: skip
     def test_kernels_are_known_by_what_they_are_for(self, kernel, part):
         assert profile.part_of(kernel) == part
+
+    @pytest.mark.parametrize(("count", "wide", "high"), [(1, 1, 1), (4, 4, 1), (5, 3, 2), (8, 4, 2)])
+    def test_panels_stand_in_rows(self, count, wide, high, tmp_path, monkeypatch):
+        """At most four in each, all of them drawn, and no empty ones left."""
+        drawn = []
+        monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+        panels = {f"panel {number}": [("a", 1.0, True), ("b", None, False)] for number in range(count)}
+        rows.write_bars_figure(tmp_path / "x.png", panels, label="ms", title="t", note="n")
+        axes = drawn[0].axes
+        assert [one.get_title() for one in axes] == list(panels)
+        assert {one.get_subplotspec().get_gridspec().get_geometry() for one in axes} == {(high, wide)}
+        named = [bool(one.get_yticklabels()[0].get_text()) for one in axes]
+        assert named == [number % wide == 0 for number in range(count)]  # the first of each row
 
     def test_the_command_tells_where_all_the_time_goes(self, tmp_path):
         done = invoke("bench", "profile", "--quick", "--device", "cpu", "--output", tmp_path)

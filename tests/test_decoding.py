@@ -274,7 +274,8 @@ def test_what_may_be_copied_is_seen(beams: int):
     tokens, mask = (part.to(DEVICE) for part in make_documents([33, 21]))
     kept, made = model.get_encoder()(tokens, attention_mask=mask), []
     for kind in (Decoder, FusedDecoder):
-        decoder = kind(model, make_search(2, beams), *(kept[name].shape[1] for name in MEMORY), masked=True)
+        k, c = kept.last_hidden_state.shape[1], kept.copy_states.shape[1]
+        decoder = kind(model, make_search(2, beams), k, c, masked=True)
         decoder.read(model, kept)
         made.append(decoder)
     plain, one = made
@@ -283,9 +284,6 @@ def test_what_may_be_copied_is_seen(beams: int):
     for decoder in made:
         decoder.copy.shares.zero_()  # nothing to copy from
     assert (one.logits(8) - plain.logits(8)).abs().max() < 1e-4
-
-
-MEMORY = ("last_hidden_state", "copy_states")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -503,23 +504,10 @@ def test_documents_that_fill_their_batch_are_encoded_once_and_as_ever(family: st
         assert (kept is not None) == recorded
         if kept is not None:
             assert_same_memory(kept, model.get_encoder()(tokens, attention_mask=mask))
-        counted = Counted(model.model.encoder.forward)
-        model.model.encoder.forward = counted
-        loop.decode(model, tokens, mask, GenerationConfig(max_new_tokens=3, num_beams=2))
-        del model.model.encoder.forward
-        assert counted.calls == 1
+        with patch.object(model.model.encoder, "forward", wraps=model.model.encoder.forward) as forward:
+            loop.decode(model, tokens, mask, GenerationConfig(max_new_tokens=3, num_beams=2))
+        assert forward.call_count == 1
         assert_equal(model, (tokens, mask), num_beams=2)
-
-
-class Counted:
-    """Call a function, and count how often."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.calls = function, 0
-
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.function(*given, **options)
 
 
 def assert_same_memory(given: Any, expected: Any) -> None:

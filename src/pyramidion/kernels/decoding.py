@@ -362,17 +362,25 @@ def pieces_of(
 
 
 @triton.jit
-def ready(query, rest, spread, R: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr):
-    """Scale the pieces [1 WIDTH 1] of a query by an eighth, which keeps their digits, and repeat them [PARTS WIDTH R].
+def unfold(query, rest, spread, PIECES: tl.constexpr):
+    """Give the pieces of a folded query what they lack: the spread, and a rest."""
+    result = ()
+    for piece in tl.static_range(PIECES):
+        x = query[piece].to(tl.float32) * spread + rest[piece]
+        result += (x.to(query[piece].dtype),)  # type: ignore[assignment]
+    return result
 
-    One that is FOLDED lacks the spread and a rest.
+
+@triton.jit
+def repeated(query, PARTS: tl.constexpr, R: tl.constexpr, PIECES: tl.constexpr):
+    """Repeat the pieces [1 WIDTH 1] of a query -> [PARTS WIDTH R]; by an eighth of it, which keeps the digits.
+
+    What is loaded and multiplied as it is, the compiler would load a piece after the other.
     """
     result = ()
     for piece in tl.static_range(PIECES):
-        x = query[piece].to(tl.float32)
-        x = (x * spread + rest[piece] if FOLDED else x) * 0.125
-        x = tl.broadcast_to(x.to(query[piece].dtype), [PARTS, x.shape[1], R])
-        result += (x,)  # type: ignore[assignment]
+        x = (query[piece].to(tl.float32) * 0.125).to(query[piece].dtype)
+        result += (tl.broadcast_to(x, [PARTS, x.shape[1], R]),)  # type: ignore[assignment]
     return result
 
 
@@ -460,10 +468,10 @@ def decode_attend(
             x = together(x, AHEAD)
             new_key = together(new_key, AHEAD)
             new_value = together(new_value, AHEAD)
-        asked = ready(x, x, 1.0, R, PARTS, PIECES, False)
     else:
         _, spread = gauge(means, squares, eps, D, APART)
-        asked = ready(x, rest, spread[None, None, :], R, PARTS, PIECES, True)
+        x = unfold(x, rest, spread[None, None, :], PIECES)
+    asked = repeated(x, PARTS, R, PIECES)
     highest, total, summed = tl.full([PARTS], float("-inf"), tl.float32), tl.zeros([PARTS], tl.float32), ()
     for _ in tl.static_range(PIECES):
         summed += (tl.zeros([PARTS, WIDTH], tl.float32),)  # type: ignore[assignment]
@@ -577,11 +585,10 @@ def decode_head(
         factors += (piece_of(weight, out, V, piece * CHUNK, D, CHUNK),)  # type: ignore[assignment]
     take_turn(AHEAD)
     position = tl.load(place)
-    summed, pieces = tl.zeros([N, R], tl.float32), ()
+    summed = tl.zeros([N, R], tl.float32)
     for piece in tl.static_range(HELD):
-        pieces += (piece_of(x, row, rows, piece * CHUNK, D, CHUNK),)  # type: ignore[assignment]
-    for piece in tl.static_range(HELD):
-        summed = tl.dot(factors[piece], tl.trans(pieces[piece]), summed, input_precision="ieee")
+        part = piece_of(x, row, rows, piece * CHUNK, D, CHUNK)
+        summed = tl.dot(factors[piece], tl.trans(part), summed, input_precision="ieee")
     for start in range(HELD * CHUNK, D, CHUNK):
         factor, part = piece_of(weight, out, V, start, D, CHUNK), piece_of(x, row, rows, start, D, CHUNK)
         summed = tl.dot(factor, tl.trans(part), summed, input_precision="ieee")
